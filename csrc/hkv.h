@@ -377,6 +377,8 @@ hkv_status hkv_cache_attend(hkv_cache *cache, int32_t layer_idx, const hkv_atten
 /* Close the step. With every layer attended its full blocks become findable; if some layer was not attended (the
  * caller's forward pass failed), the sequences go back to the length they had before the step. */
 hkv_status hkv_cache_end(hkv_cache *cache, hkv_error *error);
+/* Close the step as failed, whatever was attended: the sequences go back to the length they had before it. */
+hkv_status hkv_cache_abort(hkv_cache *cache, hkv_error *error);
 /* The step's total of new tokens, and the longest sequence after it (for sizing outputs); 0 if no step is open. */
 int64_t hkv_cache_step_tokens(const hkv_cache *cache);
 int64_t hkv_cache_step_max_length(const hkv_cache *cache);
@@ -389,6 +391,20 @@ hkv_status hkv_cache_read_tiers(hkv_cache *cache, hkv_sequence sequence, int32_t
                                 uint8_t *tiers, int64_t *n_blocks, hkv_error *error);
 hkv_status hkv_cache_set_tier(hkv_cache *cache, hkv_sequence sequence, int32_t layer_idx, int32_t kv_head,
                               int64_t logical_block, hkv_tier tier, hkv_error *error);
+
+/* Where the pages of a layer are, for dumps: the record of block b and KV head h is at base + b * block_stride_bytes +
+ * h * head_stride_bytes, of record_bytes; n_blocks counts the null block. Device memory on a device; to be read only
+ * while no other call runs; valid until hkv_cache_destroy. */
+typedef struct hkv_cache_pages {
+    const uint8_t *base;
+    size_t block_stride_bytes, head_stride_bytes, record_bytes;
+    int32_t n_blocks, n_kv_heads;
+} hkv_cache_pages;
+hkv_status hkv_cache_read_pages(const hkv_cache *cache, int32_t layer_idx, hkv_cache_pages *pages, hkv_error *error);
+/* blocks [n_blocks]: the physical block of every logical block of a sequence in one layer, 0 where it was freed because
+ * it fell out of the layer's window; n_blocks in/out. */
+hkv_status hkv_cache_read_table(const hkv_cache *cache, hkv_sequence sequence, int32_t layer_idx, int32_t *blocks,
+                                int64_t *n_blocks, hkv_error *error);
 
 /* Where every byte is. The *_bytes of the kinds add up to allocated_bytes, which never exceeds memory_bytes. */
 typedef struct hkv_cache_stats {
