@@ -14,15 +14,19 @@
  * Quantisation, per group of elements that share (zero, scale): K one group per channel over the valid tokens, V one
  * per token and up to 128 channels. All arithmetic in fp32, one rounding per operation, no contraction:
  *   1. v = 0 if x is NaN, else x clamped to +-61408. Elements with v != x are counted.
- *   2. lo, hi = min, max of the x that were not changed; of the v if all were changed.
+ *   2. lo, hi = min, max of the x that were not changed; of the v if all were changed. -0 counts as 0.
  *   3. zero  = round_down_fp16(lo - (8 * (hi - lo)) / 240)
  *      scale = round_up_fp16((hi - zero) / 248)
  *   4. code = clamp(rint((v - zero) * (1 / scale)), 8, 248), rint to even; code = 8 if scale is 0.
+ *
  * 61408 is the largest bound for which zero cannot overflow fp16. Rounding zero down and scale up keeps codes of step 4
  * inside 8..248 without help, except where scale is subnormal (error at most 8 * 2^-23) and for clamped inputs; the
- * clamp makes zero + 8 * scale <= stored value <= zero + 248 * scale hold always. Values read back, in fp32: INT8  zero
- * + scale * code          (code = 16 * high + low) INT4  zero + scale * (16 * high + 8) Because lo and hi fall on codes
- * 8 and 248, the high nibble alone is 4-bit rounding over [lo, hi].
+ * clamp makes zero + 8 * scale <= stored value <= zero + 248 * scale hold always.
+ *
+ * Values read back, in fp32:
+ *   INT8  zero + scale * code            code = 16 * high + low
+ *   INT4  zero + scale * (16 * high + 8)
+ * Because lo and hi fall on codes 8 and 248, the high nibble alone is 4-bit rounding over [lo, hi].
  */
 #ifndef HKV_FORMAT_H
 #define HKV_FORMAT_H
@@ -149,8 +153,7 @@ HKV_INLINE void hkv_format_init(hkv_format *f, int32_t bits, int32_t block_token
                                   : (f->int8_bytes + 63) / 64 * 64;
 }
 
-/* ------------------------------------------------------------------------------------------------------ where things
- * are */
+/* ------------------------------------------------------------------------------------------------ where things are */
 
 /* Byte of a row page where chunk `chunk` (16 bytes) of token `token` lies. Chunks 0 .. DP*element_bytes/16-1 are K, the
  * next as many V. The XOR lets eight consecutive tokens be read at one chunk without bank conflicts. */
@@ -168,9 +171,12 @@ HKV_INLINE size_t hkv_row_element_offset(const hkv_format *f, int32_t token, int
 
 /* A plane is [tile of 16 tokens][four 16-channel steps][32 lanes][4 words], the last step group of 2 words a lane where
  * DP % 64 = 32. A word holds the four registers of one A fragment of mma.m16n8k16:
- *   a0 = upper nibbles of bytes 0, 2    a1 = upper of bytes 1, 3    a2 = lower of bytes 0, 2    a3 = lower of bytes 1,
- * 3 For K the fragment's rows are tokens and its columns channels; for V rows are channels and columns tokens. row,
- * col: 0..15 inside the fragment. Returns the byte in the plane; *is_upper tells which nibble. */
+ *
+ *   a0 = upper nibbles of bytes 0, 2     a1 = upper of bytes 1, 3
+ *   a2 = lower nibbles of bytes 0, 2     a3 = lower of bytes 1, 3
+ *
+ * For K the fragment's rows are tokens and its columns channels; for V rows are channels and columns tokens. row, col:
+ * 0..15 inside the fragment. Returns the byte in the plane; *is_upper tells which nibble. */
 HKV_INLINE uint32_t hkv_plane_offset(int32_t stored_dim, int32_t tile, int32_t step, int32_t row, int32_t col,
                                      int32_t *is_upper)
 {
@@ -203,8 +209,7 @@ HKV_INLINE uint32_t hkv_v_param_index(const hkv_format *f, int32_t token, int32_
                       ((token >> 3) & 1));
 }
 
-/* ---------------------------------------------------------------------------------------------------- fp16, bf16 and
- * bits */
+/* ---------------------------------------------------------------------------------------------- fp16, bf16 and bits */
 
 HKV_INLINE uint32_t hkv_bits_of_float(float x)
 {
@@ -268,17 +273,18 @@ HKV_INLINE uint16_t hkv_f32_to_f16_up(float x)
     return (uint16_t)(h + (!(h & 0x8000u) && inexact ? 1u : 0u));
 }
 
-/* ----------------------------------------------------------------------------------- quantisation of one group, to the
- * bit */
+/* --------------------------------------------------------------------------- quantisation of one group, to the bit */
 
 /* On CUDA the intrinsics forbid contraction; C files are compiled with -ffp-contract=off. */
 #ifdef __CUDA_ARCH__
+#define HKV_FADD(a, b) __fadd_rn((a), (b))
 #define HKV_FSUB(a, b) __fsub_rn((a), (b))
 #define HKV_FMUL(a, b) __fmul_rn((a), (b))
 #define HKV_FDIV(a, b) __fdiv_rn((a), (b))
 #define HKV_RINT(a)    rintf(a)
 #else
 #include <math.h>
+#define HKV_FADD(a, b) ((a) + (b))
 #define HKV_FSUB(a, b) ((a) - (b))
 #define HKV_FMUL(a, b) ((a) * (b))
 #define HKV_FDIV(a, b) ((a) / (b))
@@ -292,9 +298,11 @@ HKV_INLINE float hkv_quant_clamp(float x, int32_t *changed)
     if (!*changed) return x;
     return x > 0.0f ? HKV_MAX_FINITE : x < 0.0f ? -HKV_MAX_FINITE : 0.0f; /* NaN fails both comparisons */
 }
-/* Step 3. Both results as fp16 bits. */
+/* Step 3. Both results as fp16 bits. Adding 0 turns -0 into 0: no minimum promises which of the two it returns. */
 HKV_INLINE void hkv_quant_params(float lo, float hi, uint16_t *zero, uint16_t *scale)
 {
+    lo = HKV_FADD(lo, 0.0f);
+    hi = HKV_FADD(hi, 0.0f);
     *zero = hkv_f32_to_f16_down(HKV_FSUB(lo, HKV_FDIV(HKV_FMUL(8.0f, HKV_FSUB(hi, lo)), 240.0f)));
     *scale = hkv_f32_to_f16_up(HKV_FDIV(HKV_FSUB(hi, hkv_f16_to_f32(*zero)), 248.0f));
 }
@@ -309,8 +317,7 @@ HKV_INLINE int32_t hkv_quant_code(float v, float zero, float inverse)
     return code < (float)HKV_CODE_MIN ? HKV_CODE_MIN : code > (float)HKV_CODE_MAX ? HKV_CODE_MAX : (int32_t)code;
 }
 
-/* ------------------------------------------------------------------------------------------------- scalar codec:
- * format.c */
+/* ------------------------------------------------------------------------------------------ scalar codec: format.c */
 #ifndef __CUDACC__
 
 /* Which planes a read uses. */
