@@ -47,7 +47,9 @@ typedef struct hkv_cpu_state {
     float *acc; /* [n_rows, DP], 64-byte aligned */
 } hkv_cpu_state;
 
-/* Progressive reading of the records of one call, and what came of it. NULL where everything is read in full. */
+/* Progressive reading of the records of one call, and what came of it. NULL where everything is read in full.
+ * Records of which no query row sees a token are neither read nor counted. n_refined counts records read beyond INT4;
+ * n_bytes the prefix that was read: v_params_offset where skipped, else hkv_record_prefix_bytes. */
 typedef struct hkv_cpu_progressive {
     float skip_mass, refine_mass;
     const float *reference_lse;                    /* [n_rows] log-sum-exp of the hot part; -inf: nothing there */

@@ -5,7 +5,7 @@
  */
 #include "format.h"
 
-/* ------------------------------------------------------------------------------------------------------- elements */
+/* -------------------------------------------------------------------------------------------------------- elements */
 
 /* Round to nearest even; NaN stays NaN, what is beyond the largest finite fp16 becomes infinite. */
 static uint16_t f32_to_f16_nearest(float x)
@@ -72,8 +72,7 @@ void hkv_elements_from_f32(hkv_dtype dtype, const float *src, int64_t n, void *d
     for (int64_t i = 0; i < n; i++) element_store(dtype, dst, i, src[i]);
 }
 
-/* ----------------------------------------------------------------------------------------------- one group, step 1-4
- */
+/* --------------------------------------------------------------------------------------------- one group, step 1-4 */
 
 typedef struct group_params {
     uint16_t zero, scale; /* fp16 bits */
@@ -112,8 +111,7 @@ static float group_value(group_params params, int32_t code)
     return HKV_FADD(hkv_f16_to_f32(params.zero), HKV_FMUL(hkv_f16_to_f32(params.scale), (float)code));
 }
 
-/* ------------------------------------------------------------------------------------------------ where a group lies
- */
+/* ---------------------------------------------------------------------------------------------- where a group lies */
 
 /* Both at an index in halves; the zero is 2 halves beyond the scale. */
 static void params_store(uint8_t *params_section, uint32_t index, group_params params)
@@ -153,8 +151,7 @@ static int32_t code_load(const uint8_t *high, const uint8_t *low, uint32_t byte,
     return 16 * nibble_load(high, byte, is_upper) + (low ? nibble_load(low, byte, is_upper) : 8);
 }
 
-/* ------------------------------------------------------------------------------------------------------------ records
- */
+/* --------------------------------------------------------------------------------------------------------- records */
 
 /* Code 8 and zero = scale = 0 everywhere: what padded channels and tokens keep. */
 static void payload_clear(const hkv_format *f, uint8_t *record)
@@ -243,8 +240,7 @@ void hkv_record_decode(const hkv_format *f, const uint8_t *record, hkv_precision
     }
 }
 
-/* ---------------------------------------------------------------------------------------------------------- row pages
- */
+/* ------------------------------------------------------------------------------------------------------- row pages */
 
 /* K (is_v 0) or V (is_v 1) of one token, [D] in the format's dtype. Channels between D and DP become zero, so that
  * kernels may read whole chunks of a page that held anything before. */

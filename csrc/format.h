@@ -329,6 +329,12 @@ HKV_INLINE hkv_precision hkv_record_precision(int32_t planes)
     return !(planes & HKV_PLANE_K_LOW) ? HKV_READ_INT4 : !(planes & HKV_PLANE_V_LOW) ? HKV_READ_K8V4 : HKV_READ_INT8;
 }
 
+/* Bytes of a record, from its start, that hold everything a precision needs. */
+HKV_INLINE uint32_t hkv_record_prefix_bytes(const hkv_format *f, hkv_precision precision)
+{
+    return precision == HKV_READ_INT4 ? f->int4_bytes : precision == HKV_READ_K8V4 ? f->k8v4_bytes : f->int8_bytes;
+}
+
 /* Quantise tokens 0 .. n_tokens-1 (1..T) of k and v, [n_tokens, D] in the format's dtype with token strides in
  * elements, into the payload of `record`, padding included. The header is the caller's. Returns the number of clamped
  * elements. */
@@ -337,7 +343,7 @@ uint32_t hkv_record_encode(const hkv_format *f, const void *k, int64_t k_stride_
 /* Read tokens first .. first+n-1 back as fp32 [n, D] contiguous; k_out or v_out may be NULL. */
 void hkv_record_decode(const hkv_format *f, const uint8_t *record, hkv_precision precision, int32_t first_token,
                        int32_t n_tokens, float *k_out, float *v_out);
-/* Row pages: store and load one token's K and V, [D] in the format's dtype. */
+/* Row pages: store and load one token's K and V, [D] in the format's dtype. Store zeroes the channels D .. DP-1. */
 void hkv_row_store(const hkv_format *f, uint8_t *page, int32_t token, const void *k, const void *v);
 void hkv_row_load(const hkv_format *f, const uint8_t *page, int32_t token, void *k, void *v);
 /* Elements of a dtype to and from fp32; to_dtype rounds to nearest even and keeps NaN and infinities. */
