@@ -24,7 +24,7 @@ float hkv_avx512_record_bound(const hkv_cpu_query *query, const uint8_t *record)
 void hkv_avx512_prefill(const hkv_cpu_query *query, const hkv_cpu_source *sources, int32_t n_sources,
                         hkv_cpu_state *state);
 #define HKV_AVX512_PREFILL_TILE 256
-/* cpu_avx512_codec.c */
+/* cpu_avx512_encode.c */
 uint32_t hkv_avx512_record_encode(const hkv_format *f, const void *k, int64_t k_stride_token, const void *v,
                                   int64_t v_stride_token, int32_t n_tokens, uint8_t *record);
 void hkv_avx512_record_decode(const hkv_format *f, const uint8_t *record, hkv_precision precision, int32_t first_token,
