@@ -1,0 +1,26 @@
+"""hybridkv in transformers.
+
+Importing this module registers the attention function ``"hybridkv"``; `HybridCache` is the cache it reads::
+
+    from hybridkv.hf import HybridCache
+
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="hybridkv")
+    cache = HybridCache(model.config, max_tokens=16384)
+    model.generate(**inputs, past_key_values=cache)
+
+With another attention implementation the same cache returns dequantised keys and values, which is slow and meant for
+comparison. transformers 5.17 and later; needs torch.
+"""
+
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from .attention import hybridkv_attention
+from .cache import HybridCache
+from .errors import UnsupportedError
+from .masks import hybridkv_mask
+
+# The same name in both: without a mask function of that name transformers would pass no mask at all.
+AttentionInterface.register("hybridkv", hybridkv_attention)
+AttentionMaskInterface.register("hybridkv", hybridkv_mask)
+
+__all__ = ["HybridCache", "UnsupportedError", "hybridkv_attention", "hybridkv_mask"]

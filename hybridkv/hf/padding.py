@@ -1,0 +1,106 @@
+"""Where a padded batch holds tokens: the map between transformers' columns and hybridkv's tokens."""
+
+from __future__ import annotations
+
+import torch
+
+from .errors import wrong_argument
+from .masks import require_padding_mask
+
+
+class Padding:
+    """Columns of a batch, and which of them are tokens.
+
+    Attributes
+    ----------
+    n_rows, n_columns : int
+        Shape of the batch; every row has the same number of columns.
+    held : torch.Tensor or None
+        ``[n_rows, n_columns]`` booleans, True where a column is a token; None if all are.
+    """
+
+    def __init__(self, n_rows: int = 0) -> None:
+        self.n_rows = n_rows
+        self.n_columns = 0
+        self.held: torch.Tensor | None = None
+
+    def token_counts(self) -> list[int]:
+        """Tokens of every row."""
+        if self.held is None:
+            return [self.n_columns] * self.n_rows
+        counts: list[int] = self.held.sum(1).tolist()
+        return counts
+
+    def split_mask(self, mask: torch.Tensor | None, n_rows: int, n_new: int) -> torch.Tensor | None:
+        """Which of `n_new` new columns are tokens.
+
+        Parameters
+        ----------
+        mask : torch.Tensor or None
+            ``[n_rows, n_columns + n_new]`` booleans; None if no column is padding.
+        n_rows, n_new : int
+            Rows, and the columns that a forward pass adds.
+
+        Returns
+        -------
+        torch.Tensor or None
+            ``[n_rows, n_new]``, None if all are tokens.
+
+        Raises
+        ------
+        UnsupportedError
+            If the mask is not 2-D.
+        ArgumentError
+            If it has another shape, or says of an old column something else than when that was new.
+        """
+        if mask is None:
+            if self.held is not None:
+                raise wrong_argument(
+                    "attention_mask", "the cached batch has padding, so every call needs its mask; got none"
+                )
+            return None
+        require_padding_mask(mask)
+        wanted = (n_rows, self.n_columns + n_new)
+        if mask.shape != wanted:
+            raise wrong_argument(
+                "attention_mask",
+                f"{self.n_columns} columns of {n_rows} rows are cached and {n_new} are new, so its shape must be "
+                f"{list(wanted)}, got {list(mask.shape)}",
+            )
+        old, new = mask[:, : self.n_columns], mask[:, self.n_columns :]
+        unchanged = bool(old.all()) if self.held is None else torch.equal(old, self.held.to(old.device))
+        if not unchanged:
+            raise wrong_argument(
+                "attention_mask",
+                "a cached column keeps the mask it had when it was new, but this one hides cached tokens or shows "
+                "dropped padding (padding that was cached with another attention implementation stays)",
+            )
+        return None if bool(new.all()) else new
+
+    def append(self, new: torch.Tensor | None, n_new: int) -> None:
+        """Add columns; `new` as `split_mask` returned it."""
+        if new is not None or self.held is not None:
+            device = (new if new is not None else self.held).device  # type: ignore[union-attr]
+            parts = [
+                _all_tokens(self.n_rows, n, device) if part is None else part.to(device)
+                for part, n in ((self.held, self.n_columns), (new, n_new))
+            ]
+            self.held = torch.cat(parts, dim=1)
+        self.n_columns += n_new
+
+    def crop(self, n_removed: int) -> None:
+        """Drop the last columns."""
+        self.n_columns -= n_removed
+        self._set_held(None if self.held is None else self.held[:, : self.n_columns])
+
+    def select(self, row_idx: list[int]) -> None:
+        """Row i becomes what row ``row_idx[i]`` was."""
+        self.n_rows = len(row_idx)
+        self._set_held(None if self.held is None else self.held[row_idx])
+
+    def _set_held(self, held: torch.Tensor | None) -> None:
+        self.held = None if held is None or bool(held.all()) else held
+
+
+def _all_tokens(n_rows: int, n_columns: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(n_rows, n_columns, dtype=torch.bool, device=device)
