@@ -317,9 +317,6 @@ HKV_INLINE int32_t hkv_quant_code(float v, float zero, float inverse)
     return code < (float)HKV_CODE_MIN ? HKV_CODE_MIN : code > (float)HKV_CODE_MAX ? HKV_CODE_MAX : (int32_t)code;
 }
 
-/* ------------------------------------------------------------------------------------------ scalar codec: format.c */
-#ifndef __CUDACC__
-
 /* Which planes a read uses. */
 typedef enum hkv_precision { HKV_READ_INT4 = 0, HKV_READ_K8V4 = 1, HKV_READ_INT8 = 2 } hkv_precision;
 
@@ -334,6 +331,9 @@ HKV_INLINE uint32_t hkv_record_prefix_bytes(const hkv_format *f, hkv_precision p
 {
     return precision == HKV_READ_INT4 ? f->int4_bytes : precision == HKV_READ_K8V4 ? f->k8v4_bytes : f->int8_bytes;
 }
+
+/* ------------------------------------------------------------------------------------------ scalar codec: format.c */
+#ifndef __CUDACC__
 
 /* Quantise tokens 0 .. n_tokens-1 (1..T) of k and v, [n_tokens, D] in the format's dtype with token strides in
  * elements, into the payload of `record`, padding included. The header is the caller's. Returns the number of clamped
