@@ -200,7 +200,8 @@ typedef struct hkv_batch {
 /* One layer's attention. Token i of the batch is row i of q, k, v and out. Pointers live on the store's device. */
 typedef struct hkv_attend {
     int32_t n_q_heads; /* Hq, a multiple of Hkv */
-    const void *q;     /* [N, Hq, D] */
+    /* [N, Hq, D]; NULL: only append, which needs k and v alone (a cache closes a failed step like this) */
+    const void *q;
     const void *k;     /* [N, Hkv, D], RoPE applied */
     const void *v;     /* [N, Hkv, D] */
     void *out;         /* [N, Hq, D], must not overlap q, k, v */
