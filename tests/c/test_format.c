@@ -7,7 +7,7 @@ static const hkv_dtype DTYPES[] = {HKV_F16, HKV_BF16, HKV_F32};
 
 #define COUNT(array) (int32_t)(sizeof(array) / sizeof((array)[0]))
 
-/* --------------------------------------------------------------------------------------------------------- elements */
+/* -------------------------------------------------------------------------------------------------------- elements */
 
 /* The next fp32 towards +infinity of x >= 0. */
 static float float_after(float x)
@@ -83,7 +83,7 @@ static void test_bf16_rounding(void)
     CHECK(isnan(hkv_bf16_to_f32(to_bf16(hkv_float_of_bits(0x7f800001))))); /* a NaN of low bits only */
 }
 
-/* ----------------------------------------------------------------------------------------------------------- layout */
+/* ---------------------------------------------------------------------------------------------------------- layout */
 
 static void test_sizes(void)
 {
@@ -213,7 +213,7 @@ static void test_every_place_is_used_once(void)
     }
 }
 
-/* ------------------------------------------------------------------------------------------------------ round trips */
+/* ----------------------------------------------------------------------------------------------------- round trips */
 
 /* What docs/format.md promises of one element read back as y, with room for the fp32 rounding of the reading. */
 static void check_element(float x, float y, float zero, float scale, hkv_precision precision, int32_t is_v)
@@ -309,8 +309,7 @@ static void test_fewer_bits_are_a_prefix(void)
     }
 }
 
-/* ----------------------------------------------------------------------------------- what may and may not be touched
- */
+/* --------------------------------------------------------------------------------- what may and may not be touched */
 
 /* Padding included, the payload depends on nothing but the input; the header and what surrounds a record stay. */
 static void test_encode_writes_the_payload_and_nothing_else(void)
@@ -429,7 +428,7 @@ static void test_row_pages(void)
     }
 }
 
-/* --------------------------------------------------------------------------------------------------- special values */
+/* -------------------------------------------------------------------------------------------------- special values */
 
 /* cases 2: constant channels, zero rows, tiny and huge ranges. */
 static void test_degenerate_groups(void)
@@ -554,8 +553,7 @@ static void test_the_largest_range(void)
     sample_destroy(&s);
 }
 
-/* ------------------------------------------------------------------------------------------------------ the contract
- */
+/* ---------------------------------------------------------------------------------------------------- the contract */
 
 /* FNV-1a of the payload. */
 static uint64_t checksum(const sample *s)
