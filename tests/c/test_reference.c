@@ -287,10 +287,12 @@ static void test_non_finite_tokens_of_the_call(void)
     hkv_cpu_query query = query_create(s, 4, 1, 12);
     hkv_cpu_source *call = &s->sources[s->n_sources - 1];
     hkv_cpu_state clean = state_create(&query), with_nan = state_create(&query), with_infinity = state_create(&query);
-    uint8_t *k = (uint8_t *)(uintptr_t)call->k;
+    uint8_t *k = (uint8_t *)(uintptr_t)call->k, *k2 = k + 2 * call->k_stride_bytes;
+    float original;
     const float nan = NAN, infinity = query.q[3 * 32] > 0 ? -INFINITY : INFINITY;
     kernels->decode(&query, s->sources, s->n_sources, &clean, NULL, NULL);
-    memcpy(k + 2 * call->k_stride_bytes, &nan, sizeof nan);
+    memcpy(&original, k2, sizeof original);
+    memcpy(k2, &nan, sizeof nan);
     kernels->decode(&query, s->sources, s->n_sources, &with_nan, NULL, NULL);
     for (int32_t row = 0; row < 4; row++) {
         if (row < 2)
@@ -298,7 +300,7 @@ static void test_non_finite_tokens_of_the_call(void)
         else
             CHECK(isnan(with_nan.sum[row]));
     }
-    memcpy(k + 2 * call->k_stride_bytes, k + call->k_stride_bytes, sizeof nan);
+    memcpy(k2, &original, sizeof original);
     memcpy(k, &infinity, sizeof infinity);
     kernels->decode(&query, s->sources, s->n_sources, &with_infinity, NULL, NULL);
     CHECK(isfinite(with_infinity.sum[3]) && isfinite(with_infinity.acc[3 * 32]));
