@@ -55,6 +55,25 @@ HKV_INLINE uint8_t *hkv_group_hot_page(const hkv_group *g, int32_t layer_idx, in
                g->format.row_page_bytes;
 }
 
+/* What plan.h needs to know of a group and a batch. Layer 0 is bound. */
+HKV_INLINE hkv_plan_job hkv_group_plan_job(const hkv_group *g, const hkv_batch *batch)
+{
+    hkv_plan_job job;
+    job.hot_tokens = g->config.hot_tokens;
+    job.sink_blocks = g->config.sink_blocks;
+    job.block_tokens = g->format.block_tokens;
+    job.is_quantized = g->format.bits != 0;
+    job.n_blocks = g->n_blocks;
+    job.n_pages = g->n_hot_pages;
+    job.headers = g->layers[0].base;
+    job.header_stride_bytes = g->layers[0].block_stride_bytes;
+    job.directory = g->directory;
+    job.plan = g->plan;
+    job.batch = *batch;
+    job.counters = g->counters;
+    return job;
+}
+
 struct hkv_backend {
     uint32_t abi_version; /* HKV_BACKEND_ABI */
     size_t struct_size;   /* sizeof(hkv_backend) of the backend's build */
@@ -79,7 +98,8 @@ struct hkv_backend {
                              const hkv_allocator *host, hkv_error *error);
     void (*group_deinit)(hkv_group *group, const hkv_allocator *host);
 
-    /* Run plan.h on the batch (device pointers) and keep the result in group->plan. Stream-ordered on devices. */
+    /* hkv_plan_step on the batch (device pointers), stream-ordered on devices; the result is group->plan. The CPU
+     * returns the plan's failure at once (hkv_plan_report), a device at the next begin. */
     hkv_status (*begin)(hkv_group *group, const hkv_batch *batch, void *stream, hkv_error *error);
 
     /* Append + attend of one layer under group->plan (docs/transitions.md, "Per layer"). */

@@ -195,6 +195,7 @@ typedef struct hkv_batch {
     const int32_t *copy_sources;
     /* [1] time for access statistics, in ms or in steps. NULL = no statistics in this step. */
     const int64_t *clock;
+    void *stream; /* CUDA stream on which the step is decided, NULL on the CPU */
 } hkv_batch;
 
 /* One layer's attention. Token i of the batch is row i of q, k, v and out. Pointers live on the store's device. */
@@ -202,9 +203,9 @@ typedef struct hkv_attend {
     int32_t n_q_heads; /* Hq, a multiple of Hkv */
     /* [N, Hq, D]; NULL: only append, which needs k and v alone (a cache closes a failed step like this) */
     const void *q;
-    const void *k;     /* [N, Hkv, D], RoPE applied */
-    const void *v;     /* [N, Hkv, D] */
-    void *out;         /* [N, Hq, D], must not overlap q, k, v */
+    const void *k; /* [N, Hkv, D], RoPE applied */
+    const void *v; /* [N, Hkv, D] */
+    void *out;     /* [N, Hq, D], must not overlap q, k, v */
     int64_t q_stride_token, q_stride_head;
     int64_t k_stride_token, k_stride_head;
     int64_t v_stride_token, v_stride_head;
@@ -264,6 +265,7 @@ typedef struct hkv_store_options {
     int32_t max_rows;               /* largest R of a step */
     int64_t max_new_tokens;         /* largest N of a step */
     int32_t n_hot_pages;            /* 0: the size that guarantees that live rows never lose a partial page */
+    uint32_t first_stamp;           /* 0: drawn from clock and address; else stamps count from here (tests, replays) */
     const hkv_backend *backend;     /* NULL = CPU; kept */
     int32_t device_index;           /* which device of the backend */
     hkv_threads *threads;           /* CPU only; kept */
