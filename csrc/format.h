@@ -52,6 +52,7 @@
 #define HKV_CODE_MIN       8
 #define HKV_CODE_MAX       248
 #define HKV_HOT_ALIGN      512 /* of a hot page */
+#define HKV_MASS_DECAY     0.95f
 
 enum { /* hkv_record_header.planes */
        HKV_PLANE_K_HIGH = 1,
@@ -79,8 +80,10 @@ typedef struct hkv_record_header {
     uint32_t age;            /* 40  clock units without access while a running row held the block */
     uint16_t recency;        /* 44  place in recency order (R16) */
     uint16_t reserved0;      /* 46 */
-    float mass;              /* 48  share of the last step's softmax that fell here */
-    float mass_history;      /* 52  slowly decaying maximum of it */
+    /* Kept by decode steps with a clock, for every record of every row: the row's share as hkv_attend.mass reports it,
+     * the largest over the rows that share the record. */
+    float mass;         /* 48  share of the last step's softmax that fell here */
+    float mass_history; /* 52  max(mass, HKV_MASS_DECAY * mass_history), once a step however many rows share it */
     uint32_t reserved1[2];   /* 56 */
 } hkv_record_header;
 
