@@ -34,7 +34,7 @@ void hkv_avx512_record_decode(const hkv_format *f, const uint8_t *record, hkv_pr
 HKV_AVX512_INLINE __m512 hkv_avx512_exp(__m512 x)
 {
     const __m512 log2e = _mm512_set1_ps(1.44269504f);
-    __mmask16 is_normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.3f), _CMP_GT_OQ);
+    __mmask16 is_normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.3f), _CMP_NLE_UQ); /* or NaN */
     __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, log2e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x); /* ln 2 in two parts */
     __m512 p = _mm512_set1_ps(1.3981999507e-3f);

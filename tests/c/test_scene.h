@@ -23,6 +23,7 @@ typedef struct scene {
     void *memory[MAX_SOURCES];
     uint64_t random;
     float k_scale, v_scale; /* standard deviations; 0 = all keys (values) are 1 */
+    float k_outlier;        /* 0, or where channel 1 of the keys lies, give or take a half */
 } scene;
 
 static inline scene *scene_create(int32_t bits, int32_t block_size, int32_t head_dim, hkv_dtype dtype, uint64_t seed)
@@ -47,6 +48,8 @@ static inline sample scene_draw(scene *s, int32_t n_tokens)
     for (size_t i = 0; i < sample_elements(&drawn); i++) {
         drawn.k[i] = s->k_scale == 0 ? 1 : s->k_scale * drawn.k[i];
         drawn.v[i] = s->v_scale == 0 ? 1 : s->v_scale * drawn.v[i];
+        if (s->k_outlier != 0 && i % (size_t)s->f.head_dim == 1)
+            drawn.k[i] = s->k_outlier + (float)test_random_int(&s->random, 1024) / 1024 - 0.5f;
     }
     return drawn;
 }
