@@ -96,15 +96,17 @@ static void cpu_group_deinit(hkv_group *group, const hkv_allocator *host)
 
 /* ----------------------------------------------------------------------------------------------------------- steps */
 
-/* Scratch of a row's blocks is sized by the pool, and more blocks than there are cannot differ. */
+/* Scratch of a decode row's blocks is sized by the pool, and more blocks than there are cannot differ. Blocks outside a
+ * sliding window may have left the pool. */
 static hkv_status check_lengths(const hkv_group *group, const hkv_batch *batch, hkv_error *error)
 {
-    int64_t limit = (int64_t)group->n_blocks * group->format.block_tokens;
     for (int32_t r = 0; r < batch->n_rows; r++) {
-        if (batch->seq_lens[r] > limit)
+        int32_t length = batch->seq_lens[r], n_new = batch->cu_new_tokens[r + 1] - batch->cu_new_tokens[r];
+        int32_t n_seen = hkv_cpu_n_blocks(&group->format, length) - hkv_cpu_first_block(group, (int64_t)length - n_new);
+        if (n_new <= HKV_DECODE_MAX_TOKENS && n_seen > group->n_blocks)
             return hkv_error_set(error, HKV_ERR_RANGE, "seq_lens",
-                                 "seq_lens[%d] must be at most the %lld tokens of the pool, not %d", r,
-                                 (long long)limit, batch->seq_lens[r]);
+                                 "seq_lens[%d] = %d must not reach over more than the %d blocks of the pool", r, length,
+                                 group->n_blocks);
     }
     return HKV_OK;
 }
