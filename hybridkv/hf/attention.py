@@ -67,7 +67,9 @@ def hybridkv_attention(
         For dropout, attention weights, position biases, non-causal attention and masks of other shapes.
     """
     if dropout:
-        raise unsupported("dropout", f"hybridkv attention is for inference and has none, got {dropout}; use model.eval()")
+        raise unsupported(
+            "dropout", f"hybridkv attention is for inference and has none, got {dropout}; use model.eval()"
+        )
     if kwargs.get("output_attentions"):
         raise unsupported(
             "output_attentions", "hybridkv attention never forms the weights; use attn_implementation='eager'"
@@ -87,7 +89,7 @@ def hybridkv_attention(
         value,
         attention_mask,
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        soft_cap=float(softcap or 0.0),
+        soft_cap=softcap or None,
         sinks=None if s_aux is None else s_aux.detach().to(torch.float32),
     )
     return output, None

@@ -1,8 +1,8 @@
 """`HybridCache`: a transformers cache whose keys and values live in a `hybridkv.Cache`.
 
 transformers sees a padded batch: every row has the same number of *columns*, and a 2-D mask says which of them are
-padding. hybridkv sees sequences of *tokens*. Padding is dropped on the way in and comes back as zeros on the way out, so
-it never reaches a block's scales and never takes memory.
+padding. hybridkv sees sequences of *tokens*. Padding is dropped on the way in and comes back as zeros on the way out,
+so that it never reaches a block's scales and never takes memory.
 
 A forward pass with the attention function ``"hybridkv"``::
 
@@ -25,8 +25,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.configuration_utils import PreTrainedConfig
 
 import hybridkv
+from hybridkv import ArgumentError, CacheFullError, StepError
+from hybridkv._errors import made
+from hybridkv.cache import as_config
+from hybridkv.config import MODEL_CONFIG_KEY
 
-from .errors import unsupported, wrong_argument, wrong_step
+from .errors import unsupported
 from .models import layer_windows
 from .padding import Padding
 
@@ -49,7 +53,8 @@ def find_cache(key: torch.Tensor) -> tuple[HybridCache, int]:
     """
     note: tuple[HybridCache, int] | None = getattr(key, _NOTE, None)
     if note is None:
-        raise wrong_step(
+        raise made(
+            StepError,
             "past_key_values",
             "attn_implementation='hybridkv' attends over a HybridCache; give the model, or generate(), one that was "
             "made from the model's own configuration object: HybridCache(model.config, ...)",
@@ -104,7 +109,7 @@ class HybridLayer(CacheLayerMixin):
 class _Forward:
     """A forward pass: an open step, and how the batch's columns map to its tokens."""
 
-    step: Any
+    step: hybridkv.Step
     n_rows: int
     n_columns: int
     held: torch.Tensor | None  # [n_rows, n_columns] True where a column is a token; None = everywhere
@@ -164,7 +169,7 @@ class HybridCache(Cache):
 
     Notes
     -----
-    Memory is allocated once, at the first forward pass. A pass that does not fit raises `hybridkv.CacheFullError` before
+    Memory is allocated once, at the first forward pass. A pass that does not fit raises `CacheFullError` before
     anything changed. Reordering, cropping, repeating and selecting rows act on every tier of the cache.
     """
 
@@ -178,7 +183,7 @@ class HybridCache(Cache):
         max_batch: int | None = None,
     ) -> None:
         if max_tokens is not None and memory_bytes is not None:
-            raise wrong_argument("max_tokens", f"give it or memory_bytes, got {max_tokens} and {memory_bytes}")
+            raise made(ArgumentError, "max_tokens", f"give it or memory_bytes, got {max_tokens} and {memory_bytes}")
         config = model_config.get_text_config(decoder=True)
         self._windows = layer_windows(config)
         super().__init__(layers=[HybridLayer(self, idx, window) for idx, window in enumerate(self._windows)])
@@ -189,7 +194,7 @@ class HybridCache(Cache):
         self._max_batch = max_batch
         self._core: hybridkv.Cache | None = None
         self._max_rows = 0
-        self._rows: list[Any] = []  # a sequence of the core per row
+        self._rows: list[hybridkv.Sequence] = []  # a sequence of the core per row
         self._padding = Padding()
         self._forward: _Forward | None = None
 
@@ -231,12 +236,13 @@ class HybridCache(Cache):
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """Tokens that one row alone can grow to; -1 before the first forward pass."""
-        return -1 if self._core is None else int(self._core.stats()["max_tokens"])
+        return -1 if self._core is None else int(self._core.stats().max_tokens)
 
     def check_window(self, layer_idx: int, sliding_window: int) -> None:
         """Refuse a layer that attends with another sliding window than its cache was made with."""
         if sliding_window != self._windows[layer_idx]:
-            raise wrong_argument(
+            raise made(
+                ArgumentError,
                 "sliding_window",
                 f"layer {layer_idx} attends with {sliding_window}, its cache was made with "
                 f"{self._windows[layer_idx] or 'none'}",
@@ -293,7 +299,7 @@ class HybridCache(Cache):
         mask: torch.Tensor | None,
         *,
         scale: float,
-        soft_cap: float = 0.0,
+        soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Append a layer's new keys and values, then attend. Called by the attention function.
@@ -308,8 +314,10 @@ class HybridCache(Cache):
             ``[B, Hkv, q, D]``.
         mask : torch.Tensor or None
             ``[B, columns + q]`` booleans, False where a column is padding; None if none is.
-        scale, soft_cap : float
-            Softmax scale; soft cap of the logits, 0 = none.
+        scale : float
+            Softmax scale.
+        soft_cap : float, optional
+            Of the logits.
         sinks : torch.Tensor, optional
             ``[Hq]`` float32, learned sink logits.
 
@@ -342,13 +350,13 @@ class HybridCache(Cache):
 
     def _check_states(self, key: torch.Tensor, value: torch.Tensor, layer_idx: int) -> None:
         if not 0 <= layer_idx < len(self._windows):
-            raise wrong_argument("layer_idx", f"the cache has {len(self._windows)} layers, got {layer_idx}")
+            raise made(ArgumentError, "layer_idx", f"the cache has {len(self._windows)} layers, got {layer_idx}")
         if key.shape != value.shape:
-            raise wrong_argument(
-                "value_states", f"must have the keys' shape {list(key.shape)}, got {list(value.shape)}"
+            raise made(
+                ArgumentError, "value_states", f"must have the keys' shape {list(key.shape)}, got {list(value.shape)}"
             )
         if self._padding.n_columns and key.shape[0] != len(self._rows):
-            raise wrong_argument("key_states", f"the cache holds {len(self._rows)} rows, got {key.shape[0]}")
+            raise made(ArgumentError, "key_states", f"the cache holds {len(self._rows)} rows, got {key.shape[0]}")
 
     def _current(self, layer_idx: int) -> _Forward | None:
         """The open forward pass, if `layer_idx` can be its next layer; one that broke off is rolled back."""
@@ -362,9 +370,7 @@ class HybridCache(Cache):
         core = self._ensure_core(key)
         self._ensure_rows(core, n_rows)
         counts = [n_columns] * n_rows if held is None else held.sum(1).tolist()
-        step = core.step(self._rows, num_tokens=counts)
-        step.__enter__()
-        self._forward = _Forward(step, n_rows, n_columns, held)
+        self._forward = _Forward(core.step(self._rows, counts), n_rows, n_columns, held)
         return self._forward
 
     def _run(
@@ -376,7 +382,7 @@ class HybridCache(Cache):
         value: torch.Tensor,
         *,
         scale: float,
-        soft_cap: float = 0.0,
+        soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Append and attend one layer; the last one closes the step. All [N, H, D]."""
@@ -389,7 +395,7 @@ class HybridCache(Cache):
         forward.attended.add(layer_idx)
         if len(forward.attended) == len(self._windows):
             self._forward = None
-            forward.step.__exit__(None, None, None)
+            forward.step.end()
             self._padding.append(forward.held, forward.n_columns)
         return output
 
@@ -406,10 +412,10 @@ class HybridCache(Cache):
             first = max(0, n_tokens - window + 1) if window else 0
             if first == n_tokens:
                 continue
-            stored = core.read_tokens(self._rows[row], layer_idx, first, n_tokens)
+            stored = core.read_tokens(self._rows[row], layer_idx, first, n_tokens, framework="torch")
             columns = slice(first, n_tokens) if held is None else held[row].nonzero().flatten()[first:n_tokens]
             for full, tokens in zip((keys, values), stored, strict=True):
-                full[row, :, columns] = torch.from_dlpack(tokens).transpose(0, 1)
+                full[row, :, columns] = tokens.transpose(0, 1)
 
     # ---------------------------------------------------------------------------------------------------- capacity
 
@@ -417,22 +423,26 @@ class HybridCache(Cache):
         """The cache underneath, made to measure for the first keys ``[B, Hkv, q, D]``."""
         if self._core is None:
             n_rows, n_kv_heads, n_columns, head_dim = key.shape
-            self._max_rows = self._max_batch or n_rows
-            if self._memory_bytes is not None:
-                capacity = {"memory_bytes": self._memory_bytes}
-            else:
-                capacity = {"max_tokens": self._max_tokens or self._max_rows * self._default_tokens(n_columns)}
+            max_rows = self._max_batch or n_rows
+            max_tokens = self._max_tokens
+            if max_tokens is None and self._memory_bytes is None:
+                max_tokens = max_rows * self._default_tokens(n_columns)
             self._core = hybridkv.Cache(
                 self._hybrid_config,
                 num_layers=len(self._windows),
                 num_kv_heads=n_kv_heads,
                 head_dim=head_dim,
-                dtype=str(key.dtype).removeprefix("torch."),
+                dtype=key.dtype,
                 device=str(key.device),
-                max_sequences=self._max_rows,
+                memory_bytes=self._memory_bytes,
+                max_tokens=max_tokens,
+                max_sequences=max_rows,
+                max_step_tokens=max(max_tokens or 0, n_rows * n_columns, DEFAULT_MIN_TOKENS),
                 layer_windows=self._windows,
-                **capacity,
+                # transformers does not tell a cache which tokens it holds
+                prefix_reuse=False,
             )
+            self._max_rows = max_rows
         return self._core
 
     def _default_tokens(self, n_prompt: int) -> int:
@@ -473,17 +483,30 @@ class HybridCache(Cache):
             layer's window would reach back to tokens that were freed.
         """
         self._rollback()
-        if tokens_to_remove > 0:
-            raise wrong_argument(
-                "tokens_to_remove", f"must be minus the number of columns to drop, got {tokens_to_remove}"
+        n_wanted = int(tokens_to_remove)  # assisted decoding passes a tensor
+        if n_wanted > 0:
+            raise made(
+                ArgumentError, "tokens_to_remove", f"must be minus the number of columns to drop, got {n_wanted}"
             )
-        n_removed = min(-tokens_to_remove, self._padding.n_columns)
-        if n_removed == 0:
+        if n_wanted == 0:
             return
-        self._padding.crop(n_removed)
+        if -n_wanted >= self._padding.n_columns:
+            self.reset()
+            return
+        kept = self._padding.token_counts(-n_wanted)
+        self._check_windows_reach(kept)
         core = self._require_core()
-        for sequence, n_tokens in zip(self._rows, self._padding.token_counts(), strict=True):
+        for sequence, n_tokens in zip(self._rows, kept, strict=True):
             core.truncate(sequence, n_tokens)
+        self._padding.crop(-n_wanted)
+
+    def _check_windows_reach(self, kept: list[int]) -> None:
+        """Raise, before any row is cropped, if a window of `kept` tokens reaches back to tokens that are gone."""
+        for window, layer_idx in {window: idx for idx, window in enumerate(self._windows) if window}.items():
+            for sequence, n_tokens in zip(self._rows, kept, strict=True):
+                if n_tokens < sequence.length:
+                    first = max(0, n_tokens - window + 1)
+                    self._require_core().read_tokens(sequence, layer_idx, first, first + 1)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row i becomes what row ``beam_idx[i]`` was (beam search).
@@ -498,7 +521,7 @@ class HybridCache(Cache):
             return
         source_idx = self._check_rows("beam_idx", beam_idx)
         if len(source_idx) != len(self._rows):
-            raise wrong_argument("beam_idx", f"needs one index per row, {len(self._rows)}, got {len(source_idx)}")
+            raise made(ArgumentError, "beam_idx", f"needs one index per row, {len(self._rows)}, got {len(source_idx)}")
         self._require_core().reorder(self._rows, source_idx)
         self._padding.select(source_idx)
 
@@ -511,7 +534,7 @@ class HybridCache(Cache):
             If there are more rows than `max_batch`.
         """
         if repeats < 1:
-            raise wrong_argument("repeats", f"must be at least 1, got {repeats}")
+            raise made(ArgumentError, "repeats", f"must be at least 1, got {repeats}")
         self._select([row for row in range(len(self._rows)) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
@@ -532,7 +555,8 @@ class HybridCache(Cache):
         if not self._rows:
             return
         if len(source_idx) > self._max_rows:
-            raise hybridkv.CacheFullError(f"max_batch: the cache was made for {self._max_rows} rows, got {len(source_idx)}")
+            rule = f"the cache was made for {self._max_rows} rows, got {len(source_idx)}"
+            raise made(CacheFullError, "max_batch", rule)
         core = self._require_core()
         old = self._rows
         for row in sorted(set(range(len(old))) - set(source_idx)):
@@ -548,12 +572,12 @@ class HybridCache(Cache):
         rows: list[int] = torch.as_tensor(indices).flatten().tolist()
         for row in rows:
             if not -len(self._rows) <= row < len(self._rows):
-                raise wrong_argument(argument, f"the cache has {len(self._rows)} rows, got index {row}")
+                raise made(ArgumentError, argument, f"the cache has {len(self._rows)} rows, got index {row}")
         return [row % len(self._rows) for row in rows]
 
     def _require_core(self) -> hybridkv.Cache:
         if self._core is None:
-            raise wrong_step("cache", "nothing is cached before the first forward pass")
+            raise made(StepError, "cache", "nothing is cached before the first forward pass")
         return self._core
 
 
@@ -561,7 +585,6 @@ def _resolve_hybrid_config(
     hybrid_config: hybridkv.HybridConfig | Mapping[str, Any] | None, model_config: PreTrainedConfig
 ) -> hybridkv.HybridConfig:
     """Settings as given, or from the model's ``hybrid_v2`` key, or the defaults."""
-    if isinstance(hybrid_config, hybridkv.HybridConfig):
-        return hybrid_config
-    values = getattr(model_config, "hybrid_v2", None) if hybrid_config is None else hybrid_config
-    return hybridkv.HybridConfig(**(values or {}))
+    if hybrid_config is None and getattr(model_config, MODEL_CONFIG_KEY, None) is not None:
+        return hybridkv.HybridConfig.from_model_config(model_config)
+    return as_config(hybrid_config)

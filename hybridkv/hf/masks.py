@@ -1,8 +1,8 @@
 """The mask function registered as ``"hybridkv"``: it accepts what the kernels compute, and refuses the rest.
 
 transformers describes a mask as a function of four indices, put together from a few building blocks. The kernels know
-two shapes, causal and causal with a sliding window, plus tokens that are padding. Everything else must be an error here,
-since a mask that is not understood would otherwise be dropped without a word.
+two shapes, causal and causal with a sliding window, plus columns that are padding. Everything else must be an error
+here, since a mask that is not understood would otherwise be dropped without a word.
 """
 
 from __future__ import annotations
@@ -121,4 +121,6 @@ def hybridkv_mask(
         return None
     require_padding_mask(attention_mask)
     mask = attention_mask.to(torch.bool)
-    return None if bool(mask.all()) else mask
+    # A mask of the wrong length is passed on: the cache knows what the right one is, and says so.
+    complete = mask.shape[1] == q_offset + q_length and bool(mask.all())
+    return None if complete else mask

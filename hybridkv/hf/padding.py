@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from .errors import wrong_argument
+from hybridkv import ArgumentError
+from hybridkv._errors import made
+
 from .masks import require_padding_mask
 
 
@@ -24,11 +26,12 @@ class Padding:
         self.n_columns = 0
         self.held: torch.Tensor | None = None
 
-    def token_counts(self) -> list[int]:
-        """Tokens of every row."""
+    def token_counts(self, n_removed: int = 0) -> list[int]:
+        """Tokens of every row, the last `n_removed` columns left out."""
+        n_columns = self.n_columns - n_removed
         if self.held is None:
-            return [self.n_columns] * self.n_rows
-        counts: list[int] = self.held.sum(1).tolist()
+            return [n_columns] * self.n_rows
+        counts: list[int] = self.held[:, :n_columns].sum(1).tolist()
         return counts
 
     def split_mask(self, mask: torch.Tensor | None, n_rows: int, n_new: int) -> torch.Tensor | None:
@@ -55,14 +58,17 @@ class Padding:
         """
         if mask is None:
             if self.held is not None:
-                raise wrong_argument(
-                    "attention_mask", "the cached batch has padding, so every call needs its mask; got none"
+                raise made(
+                    ArgumentError,
+                    "attention_mask",
+                    "the cached batch has padding, so every call needs its mask; got none",
                 )
             return None
         require_padding_mask(mask)
         wanted = (n_rows, self.n_columns + n_new)
         if mask.shape != wanted:
-            raise wrong_argument(
+            raise made(
+                ArgumentError,
                 "attention_mask",
                 f"{self.n_columns} columns of {n_rows} rows are cached and {n_new} are new, so its shape must be "
                 f"{list(wanted)}, got {list(mask.shape)}",
@@ -70,7 +76,8 @@ class Padding:
         old, new = mask[:, : self.n_columns], mask[:, self.n_columns :]
         unchanged = bool(old.all()) if self.held is None else torch.equal(old, self.held.to(old.device))
         if not unchanged:
-            raise wrong_argument(
+            raise made(
+                ArgumentError,
                 "attention_mask",
                 "a cached column keeps the mask it had when it was new, but this one hides cached tokens or shows "
                 "dropped padding (padding that was cached with another attention implementation stays)",
