@@ -93,6 +93,8 @@ struct hkv_backend {
     hkv_status (*write)(int32_t device_index, void *device_dst, const void *host_src, size_t n_bytes, hkv_error *error);
     hkv_status (*fill)(int32_t device_index, void *device_dst, int value, size_t n_bytes, hkv_error *error);
 
+    /* Host bytes that group_init takes from its allocator, in one piece. */
+    size_t state_bytes;
     /* Set up and tear down backend_state, after hkv_group's memory exists. */
     hkv_status (*group_init)(hkv_group *group, int32_t device_index, hkv_threads *threads, const char *cpu_path,
                              const hkv_allocator *host, hkv_error *error);
