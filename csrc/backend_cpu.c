@@ -30,11 +30,12 @@ static int32_t cpu_count_devices(const char **reason)
 static hkv_status cpu_alloc(int32_t device_index, const hkv_allocator *host, size_t n_bytes, void **ptr,
                             hkv_error *error)
 {
+    bool is_huge = !host && n_bytes >= HUGE_FROM; /* an allocator's memory is laid out by its owner */
     (void)device_index;
-    *ptr = hkv_allocate(host, n_bytes, n_bytes >= HUGE_FROM ? HUGE_PAGE : HKV_HOT_ALIGN);
+    *ptr = hkv_allocate(host, n_bytes, is_huge ? HUGE_PAGE : HKV_HOT_ALIGN);
     if (!*ptr) return hkv_error_set(error, HKV_ERR_NO_MEMORY, "", "no memory for %zu bytes", n_bytes);
 #ifdef MADV_HUGEPAGE
-    if (n_bytes >= HUGE_FROM) (void)madvise(*ptr, n_bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE); /* only a wish */
+    if (is_huge) (void)madvise(*ptr, n_bytes / HUGE_PAGE * HUGE_PAGE, MADV_HUGEPAGE); /* only a wish */
 #endif
     return HKV_OK;
 }
@@ -219,6 +220,7 @@ const hkv_backend *hkv_backend_cpu(void)
         .read = cpu_copy,
         .write = cpu_copy,
         .fill = cpu_fill,
+        .state_bytes = sizeof(cpu_device),
         .group_init = cpu_group_init,
         .group_deinit = cpu_group_deinit,
         .begin = cpu_begin,
