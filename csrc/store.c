@@ -4,6 +4,7 @@
  */
 #include "backend.h"
 #include "internal.h"
+#include "store.h"
 
 #include <inttypes.h>
 #include <math.h>
@@ -733,4 +734,9 @@ hkv_status hkv_store_read_block(const hkv_store *store, int32_t block, hkv_block
     hkv_store *s = (hkv_store *)store; /* as in hkv_store_read_counters */
     HKV_TRY(enter(s, error));
     return leave(s, read_block(s, block, info, error));
+}
+
+hkv_group *hkv_store_group(hkv_store *store)
+{
+    return &store->group;
 }
