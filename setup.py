@@ -62,6 +62,7 @@ class BuildExt(build_ext):
         sources = [Path(source) for source in ext.sources]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             ext.extra_objects = list(pool.map(lambda source: self.compile_source(ext, source), sources))
+        ext.depends = [*ext.depends, *ext.extra_objects]  # link again when one of them is new
         ext.sources = []
         super().build_extension(ext)
         ext.sources = [str(source) for source in sources]
