@@ -1,7 +1,4 @@
 /* cpu_avx512.h - what the files of the AVX-512 path share.
- *
- * The files are compiled without -mavx512*: every function carries its target as an attribute, so that nothing else in
- * the library can pick up an instruction that the machine may lack.
  */
 #ifndef HKV_CPU_AVX512_H
 #define HKV_CPU_AVX512_H
@@ -30,7 +27,7 @@ uint32_t hkv_avx512_record_encode(const hkv_format *f, const void *k, int64_t k_
 void hkv_avx512_record_decode(const hkv_format *f, const uint8_t *record, hkv_precision precision, int32_t first_token,
                               int32_t n_tokens, float *k_out, float *v_out);
 
-/* exp(x) for x <= 88, relative error below 3e-7; 0 below -87.3 and for -inf. */
+/* exp(x) for x <= 88, relative error below 3e-7; 0 below -87.3 and for -inf, NaN for NaN. */
 HKV_AVX512_INLINE __m512 hkv_avx512_exp(__m512 x)
 {
     const __m512 log2e = _mm512_set1_ps(1.44269504f);

@@ -7,6 +7,10 @@
 
 static const hkv_cpu_kernels *const cpu_paths[] = {
     &hkv_cpu_reference,
+#if defined(__x86_64__)
+    &hkv_cpu_avx2,
+    &hkv_cpu_avx512,
+#endif
 };
 
 int32_t hkv_cpu_n_paths(void)

@@ -1,0 +1,593 @@
+/* cpu_avx512_decode.c - attention of a few query tokens with AVX-512.
+ *
+ * Query rows are taken four at a time. Records go through cpu_avx512_records.h, at most CALL_RECORDS of them between
+ * two merges into the caller's state; rows of pages and tensors through cpu_avx512_rows.h.
+ *
+ * Progressive reading first weighs the keys of all those records at INT4 (survey), then decides, then reads what was
+ * decided, while the caches still hold the first part. Weights are kept relative to the record's own largest score, so
+ * that those of the survey serve where a record stays at INT4.
+ */
+#include "cpu_avx512_rows.h"
+
+#if defined(__x86_64__)
+
+enum {
+    CALL_RECORDS = 32,
+    KEPT_WEIGHTS = 16384, /* floats of the survey's weights that are kept */
+    MAX_TOKENS = HKV_MAX_BLOCK_SIZE
+};
+
+/* A block's running maximum lags behind the true one by at most this much: sums grow to e^20 of their share. */
+#define LAZY_MAX 20.0f
+
+/* ------------------------------------------------------------------------------------------- four rows of a query */
+
+typedef struct row_block {
+    const hkv_cpu_query *query;
+    int32_t first_row, n_rows;
+    const float *q; /* [n_rows, DP] */
+} row_block;
+
+static row_block row_block_at(const hkv_cpu_query *query, int32_t first_row)
+{
+    int32_t left = query->n_rows - first_row;
+    row_block rows = {query, first_row, left < HKV_BLOCK_ROWS ? left : HKV_BLOCK_ROWS,
+                      query->q + (size_t)first_row * (size_t)query->format->stored_dim};
+    return rows;
+}
+
+/* Running or partial softmax of the rows. */
+typedef struct row_sums {
+    float max[HKV_BLOCK_ROWS], sum[HKV_BLOCK_ROWS];
+} row_sums;
+
+static row_sums row_sums_empty(void)
+{
+    row_sums empty;
+    for (int32_t i = 0; i < HKV_BLOCK_ROWS; i++) {
+        empty.max[i] = -INFINITY;
+        empty.sum[i] = 0.0f;
+    }
+    return empty;
+}
+
+/* exp, or log, of four numbers. */
+HKV_AVX512 static void exp_rows(const float x[HKV_BLOCK_ROWS], float y[HKV_BLOCK_ROWS])
+{
+    __m512 e = hkv_avx512_exp(_mm512_castps128_ps512(_mm_loadu_ps(x)));
+    _mm_storeu_ps(y, _mm512_castps512_ps128(e));
+}
+
+/* max + log(sum), -inf where the sum is 0. */
+HKV_AVX512 static void lse_rows(const row_sums *sums, float lse[HKV_BLOCK_ROWS])
+{
+    __m512 sum = _mm512_castps128_ps512(_mm_loadu_ps(sums->sum)), log_sum = hkv_avx512_log(sum);
+    _mm_storeu_ps(lse, _mm_add_ps(_mm_loadu_ps(sums->max), _mm512_castps512_ps128(log_sum)));
+    for (int32_t i = 0; i < HKV_BLOCK_ROWS; i++)
+        if (sums->sum[i] == 0.0f) lse[i] = -INFINITY;
+}
+
+/* Tokens [*lo, *hi) of n that start at first_position are visible to a query row. */
+static void visible_tokens(const hkv_cpu_query *query, int32_t row, int64_t first_position, int32_t n, int32_t *lo,
+                           int32_t *hi)
+{
+    int64_t own = query->first_position + row / query->group;
+    int64_t end = own + 1 - first_position;
+    int64_t start = query->window_tokens > 0 ? end - query->window_tokens : 0;
+    *hi = end < 0 ? 0 : end < n ? (int32_t)end : n;
+    *lo = start < 0 ? 0 : start < *hi ? (int32_t)start : *hi;
+}
+
+/* Is any of a source's tokens visible to any row? */
+static int32_t source_is_visible(const hkv_cpu_query *query, const hkv_cpu_source *source)
+{
+    int64_t first = query->first_position, last = first + query->n_rows / query->group - 1;
+    int64_t hidden = query->window_tokens > 0 ? first - query->window_tokens : -1;
+    return source->n_tokens > 0 && source->first_position <= last &&
+           source->first_position + source->n_tokens - 1 > hidden;
+}
+
+HKV_AVX512_INLINE __mmask16 lanes_between(int32_t lo, int32_t hi)
+{
+    uint32_t below_hi = hi >= 16 ? 0xffffu : hi <= 0 ? 0u : (1u << hi) - 1u;
+    uint32_t below_lo = lo >= 16 ? 0xffffu : lo <= 0 ? 0u : (1u << lo) - 1u;
+    return (__mmask16)(below_hi & ~below_lo);
+}
+
+/* In place, q . k of one row to scores, -inf for what it does not see; 16 * n_tiles of them. Returns their maximum. */
+HKV_AVX512_INLINE float scores_make(const hkv_cpu_query *query, int32_t lo, int32_t hi, int32_t n_tiles, float *scores)
+{
+    const __m512 hidden = _mm512_set1_ps(-INFINITY), scale = _mm512_set1_ps(query->softmax_scale);
+    __m512 max = hidden;
+    for (int32_t tile = 0; tile < n_tiles; tile++) {
+        __m512 score = _mm512_mul_ps(_mm512_loadu_ps(scores + 16 * tile), scale);
+        if (query->logits_soft_cap > 0.0f) score = hkv_avx512_soft_cap(score, query->logits_soft_cap);
+        score = _mm512_mask_mov_ps(hidden, lanes_between(lo - 16 * tile, hi - 16 * tile), score);
+        max = _mm512_max_ps(max, score);
+        _mm512_storeu_ps(scores + 16 * tile, score);
+    }
+    return _mm512_reduce_max_ps(max);
+}
+
+/* In place, scores to exp(score - reference); the reference is -inf where all scores are. Returns their sum. */
+HKV_AVX512_INLINE float weights_make(float reference, int32_t n_tiles, float *scores)
+{
+    __m512 sum = _mm512_setzero_ps();
+    if (reference == -INFINITY) reference = 0.0f;
+    for (int32_t tile = 0; tile < n_tiles; tile++) {
+        __m512 weight = hkv_avx512_exp(_mm512_sub_ps(_mm512_loadu_ps(scores + 16 * tile), _mm512_set1_ps(reference)));
+        sum = _mm512_add_ps(sum, weight);
+        _mm512_storeu_ps(scores + 16 * tile, weight);
+    }
+    return _mm512_reduce_add_ps(sum);
+}
+
+/* ---------------------------------------------------------------------------------------- record kernels, by shape */
+
+static int32_t tiles_of(int32_t n_tokens)
+{
+    return (n_tokens + HKV_TILE_TOKENS - 1) / HKV_TILE_TOKENS;
+}
+
+HKV_AVX512_INLINE void prefetch_bytes(const uint8_t *data, size_t n_bytes)
+{
+    for (size_t i = 0; i < n_bytes; i += 64) _mm_prefetch((const char *)(data + i), _MM_HINT_T0);
+}
+
+/* Softmax weights of a record's tokens, relative to its own maximum in *part: weights [n_rows, TP]. */
+HKV_AVX512_INLINE void record_weigh(const hkv_record_shape shape, const row_block *rows, const hkv_cpu_source *source,
+                                    const uint8_t *ahead, float *weights, row_sums *part)
+{
+    const hkv_format *f = rows->query->format;
+    int32_t n_tiles = tiles_of(source->n_tokens);
+    hkv_key_side side;
+    prefetch_bytes(ahead + f->k_params_offset, f->k_high_offset - f->k_params_offset);
+    hkv_key_side_make(shape, f, source->data, rows->q, &side);
+    hkv_record_dots(shape, f, source->data, &side, n_tiles, ahead, weights);
+    for (int32_t i = 0; i < shape.n_rows; i++) {
+        float *row = weights + (size_t)i * (size_t)f->stored_tokens;
+        int32_t lo, hi;
+        visible_tokens(rows->query, rows->first_row + i, source->first_position, source->n_tokens, &lo, &hi);
+        part->max[i] = scores_make(rows->query, lo, hi, n_tiles, row);
+        part->sum[i] = weights_make(part->max[i], n_tiles, row);
+    }
+}
+
+/* sums += factor[row] * weights . v */
+HKV_AVX512_INLINE void record_add(const hkv_record_shape shape, const hkv_format *f, const hkv_cpu_source *source,
+                                  const float *weights, const float *factor, const uint8_t *ahead, hkv_value_sums *sums)
+{
+    int32_t n_tiles = tiles_of(source->n_tokens);
+    hkv_value_side side;
+    prefetch_bytes(ahead + f->v_params_offset, f->v_high_offset - f->v_params_offset);
+    hkv_value_side_make(shape, f, source->data, weights, source->n_tokens, n_tiles, &side);
+    hkv_record_values(shape, f, source->data, &side, n_tiles, factor, ahead, sums);
+}
+
+typedef struct record_kernels {
+    void (*weigh)(const row_block *rows, const hkv_cpu_source *source, int32_t with_low, const uint8_t *ahead,
+                  float *weights, row_sums *part);
+    void (*add)(const hkv_format *f, const hkv_cpu_source *source, int32_t with_low, const float *weights,
+                const float *factor, const uint8_t *ahead, hkv_value_sums *sums);
+} record_kernels;
+
+#define RECORD_KERNELS(name, rows_n, groups, half)                                                                     \
+    HKV_AVX512 static void weigh_##name(const row_block *rows, const hkv_cpu_source *source, int32_t with_low,         \
+                                        const uint8_t *ahead, float *weights, row_sums *part)                          \
+    {                                                                                                                  \
+        const hkv_format *f = rows->query->format;                                                                     \
+        (void)f;                                                                                                       \
+        if (with_low)                                                                                                  \
+            record_weigh((hkv_record_shape){rows_n, groups, half, 1}, rows, source, ahead, weights, part);             \
+        else                                                                                                           \
+            record_weigh((hkv_record_shape){rows_n, groups, half, 0}, rows, source, ahead, weights, part);             \
+    }                                                                                                                  \
+    HKV_AVX512 static void add_##name(const hkv_format *f, const hkv_cpu_source *source, int32_t with_low,             \
+                                      const float *weights, const float *factor, const uint8_t *ahead,                 \
+                                      hkv_value_sums *sums)                                                            \
+    {                                                                                                                  \
+        if (with_low)                                                                                                  \
+            record_add((hkv_record_shape){rows_n, groups, half, 1}, f, source, weights, factor, ahead, sums);          \
+        else                                                                                                           \
+            record_add((hkv_record_shape){rows_n, groups, half, 0}, f, source, weights, factor, ahead, sums);          \
+    }
+
+#define RECORD_KERNELS_OF_ROWS(n)                                                                                      \
+    RECORD_KERNELS(n##_d64, n, 1, 0)                                                                                   \
+    RECORD_KERNELS(n##_d128, n, 2, 0)                                                                                  \
+    RECORD_KERNELS(n##_any, n, (f->stored_dim + 63) / 64, (f->stored_dim & 32) != 0)
+
+RECORD_KERNELS_OF_ROWS(1)
+RECORD_KERNELS_OF_ROWS(2)
+RECORD_KERNELS_OF_ROWS(3)
+RECORD_KERNELS_OF_ROWS(4)
+
+static const record_kernels *record_kernels_of(const hkv_format *f, int32_t n_rows)
+{
+    static const record_kernels table[3][HKV_BLOCK_ROWS] = {
+        {{weigh_1_d64, add_1_d64}, {weigh_2_d64, add_2_d64}, {weigh_3_d64, add_3_d64}, {weigh_4_d64, add_4_d64}},
+        {{weigh_1_d128, add_1_d128},
+         {weigh_2_d128, add_2_d128},
+         {weigh_3_d128, add_3_d128},
+         {weigh_4_d128, add_4_d128}},
+        {{weigh_1_any, add_1_any}, {weigh_2_any, add_2_any}, {weigh_3_any, add_3_any}, {weigh_4_any, add_4_any}},
+    };
+    return &table[f->stored_dim == 64 ? 0 : f->stored_dim == 128 ? 1 : 2][n_rows - 1];
+}
+
+/* ----------------------------------------------------------------------------------------- sums of a block of rows */
+
+static void value_sums_clear(const row_block *rows, hkv_value_sums *sums)
+{
+    size_t n_groups = (size_t)(rows->query->format->stored_dim + 63) / 64;
+    for (int32_t i = 0; i < rows->n_rows; i++) {
+        memset(sums->words[i], 0, n_groups * sizeof sums->words[i][0]);
+        memset(sums->base[i], 0, sizeof sums->base[i]);
+    }
+}
+
+HKV_AVX512 static void value_sums_scale(const hkv_format *f, int32_t row, float factor, hkv_value_sums *sums)
+{
+    __m512 *words = sums->words[row][0][0];
+    for (int32_t i = 0; i < (f->stored_dim + 63) / 64 * 16; i++)
+        words[i] = _mm512_mul_ps(words[i], _mm512_set1_ps(factor));
+    for (int32_t vg = 0; vg < HKV_MAX_VALUE_GROUPS; vg++) sums->base[row][vg] *= factor;
+}
+
+/* Take a record's part into the running softmax; factor [n_rows] is what its weights count. */
+static void running_update(const row_block *rows, const row_sums *part, row_sums *running, hkv_value_sums *sums,
+                           float *factor)
+{
+    float distance[HKV_BLOCK_ROWS] = {0};
+    for (int32_t i = 0; i < rows->n_rows; i++) {
+        if (part->max[i] > running->max[i] + LAZY_MAX || running->max[i] == -INFINITY) {
+            float scale = running->max[i] == -INFINITY ? 0.0f : expf(running->max[i] - part->max[i]);
+            if (scale > 0.0f) value_sums_scale(rows->query->format, i, scale, sums);
+            if (scale == 0.0f && running->sum[i] > 0.0f) value_sums_scale(rows->query->format, i, 0.0f, sums);
+            running->sum[i] *= scale;
+            running->max[i] = part->max[i];
+        }
+        distance[i] = part->max[i] == -INFINITY ? -INFINITY : part->max[i] - running->max[i];
+    }
+    exp_rows(distance, factor);
+    for (int32_t i = 0; i < rows->n_rows; i++) running->sum[i] += factor[i] * part->sum[i];
+}
+
+/* Merge sums relative to `running` into row `row` of the state: acc [DP]. */
+HKV_AVX512 static void state_merge_row(const hkv_cpu_query *query, hkv_cpu_state *state, int32_t row, float max,
+                                       float sum, const float *acc)
+{
+    int32_t stored_dim = query->format->stored_dim;
+    float *dst = state->acc + (size_t)row * (size_t)stored_dim;
+    float new_max, own, other;
+    if (sum == 0.0f) return;
+    new_max = fmaxf(state->max[row], max);
+    own = expf(state->max[row] - new_max);
+    other = expf(max - new_max);
+    state->max[row] = new_max;
+    state->sum[row] = state->sum[row] * own + sum * other;
+    for (int32_t c = 0; c < stored_dim; c += 16)
+        _mm512_storeu_ps(dst + c, _mm512_fmadd_ps(_mm512_loadu_ps(acc + c), _mm512_set1_ps(other),
+                                                  _mm512_mul_ps(_mm512_loadu_ps(dst + c), _mm512_set1_ps(own))));
+}
+
+/* Words of one row summed over their columns, as DP channels. */
+HKV_AVX512 static void value_sums_row(const hkv_format *f, const hkv_value_sums *sums, int32_t row, float *acc)
+{
+    for (int32_t g = 0; g < (f->stored_dim + 63) / 64; g++) {
+        float base = sums->base[row][g / 2];
+        int32_t n_steps = f->stored_dim - 64 * g < 64 ? 2 : 4;
+        for (int32_t r = 0; r < 16; r++) {
+            __m512 words = sums->words[row][g][r & 7][r >> 3];
+            __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(words), _mm512_extractf32x8_ps(words, 1));
+            float steps[4];
+            _mm_storeu_ps(steps, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
+            for (int32_t s = 0; s < n_steps; s++) acc[64 * g + 16 * s + r] = steps[s] + base;
+        }
+    }
+}
+
+static void value_sums_merge(const row_block *rows, const row_sums *running, const hkv_value_sums *sums,
+                             hkv_cpu_state *state)
+{
+    float acc[HKV_MAX_HEAD_DIM];
+    for (int32_t i = 0; i < rows->n_rows; i++) {
+        value_sums_row(rows->query->format, sums, i, acc);
+        state_merge_row(rows->query, state, rows->first_row + i, running->max[i], running->sum[i], acc);
+    }
+}
+
+/* ---------------------------------------------------------------------------------------------- a batch of records */
+
+enum { NOT_READ = -1 }; /* beside the values of hkv_precision */
+
+typedef struct record_batch {
+    const hkv_cpu_query *query;
+    const hkv_cpu_source *sources; /* [n] records */
+    int32_t n;
+    int32_t readings[CALL_RECORDS]; /* hkv_precision or NOT_READ */
+    float *kept;                    /* weights of the survey at INT4, NULL where there was none or they do not fit */
+    row_sums *kept_parts;           /* [row blocks, n] */
+    float *source_lse;              /* [n, n_rows] or NULL */
+} record_batch;
+
+static size_t kept_idx(const record_batch *batch, int32_t block, int32_t s)
+{
+    return (size_t)block * (size_t)batch->n + (size_t)s;
+}
+
+static float *kept_weights(const record_batch *batch, int32_t block, int32_t s)
+{
+    return batch->kept + kept_idx(batch, block, s) * HKV_BLOCK_ROWS * (size_t)batch->query->format->stored_tokens;
+}
+
+static void keep_lse(const record_batch *batch, const row_block *rows, int32_t s, const row_sums *part)
+{
+    float lse[HKV_BLOCK_ROWS];
+    if (!batch->source_lse) return;
+    lse_rows(part, lse);
+    memcpy(batch->source_lse + (size_t)s * (size_t)batch->query->n_rows + (size_t)rows->first_row, lse,
+           (size_t)rows->n_rows * sizeof(float));
+}
+
+/* The next record that is read, for prefetching; the record itself if there is none. */
+static const uint8_t *record_ahead(const record_batch *batch, int32_t s)
+{
+    for (int32_t next = s + 1; next < batch->n; next++)
+        if (batch->readings[next] != NOT_READ) return batch->sources[next].data;
+    return batch->sources[s].data;
+}
+
+/* Read the records as decided, for one block of rows. */
+static void batch_attend(const record_batch *batch, int32_t block, hkv_cpu_state *state)
+{
+    const hkv_format *f = batch->query->format;
+    const row_block rows = row_block_at(batch->query, block * HKV_BLOCK_ROWS);
+    const record_kernels *kernels = record_kernels_of(f, rows.n_rows);
+    float own_weights[HKV_BLOCK_ROWS * MAX_TOKENS];
+    hkv_value_sums sums;
+    row_sums running = row_sums_empty();
+    value_sums_clear(&rows, &sums);
+    for (int32_t s = 0; s < batch->n; s++) {
+        const hkv_cpu_source *source = &batch->sources[s];
+        int32_t reading = batch->readings[s];
+        int32_t is_kept = batch->kept && reading == HKV_READ_INT4;
+        const uint8_t *ahead = batch->kept && !is_kept ? source->data : record_ahead(batch, s);
+        const float *weights = own_weights;
+        float factor[HKV_BLOCK_ROWS];
+        row_sums part = row_sums_empty();
+        if (reading != NOT_READ && is_kept) {
+            weights = kept_weights(batch, block, s);
+            part = batch->kept_parts[kept_idx(batch, block, s)];
+        } else if (reading != NOT_READ) {
+            kernels->weigh(&rows, source, reading != HKV_READ_INT4, ahead, own_weights, &part);
+        }
+        keep_lse(batch, &rows, s, &part);
+        if (reading == NOT_READ) continue;
+        running_update(&rows, &part, &running, &sums, factor);
+        kernels->add(f, source, reading == HKV_READ_INT8, weights, factor, ahead, &sums);
+    }
+    value_sums_merge(&rows, &running, &sums, state);
+}
+
+/* -------------------------------------------------------------------------------------------- progressive reading */
+
+/* Have what was decided on the way to the L2 cache while other records are surveyed. */
+HKV_AVX512 static void prefetch_reading(const hkv_format *f, const uint8_t *record, int32_t reading)
+{
+    size_t end = reading == NOT_READ ? 0 : hkv_record_prefix_bytes(f, (hkv_precision)reading);
+    for (size_t i = f->v_params_offset; i < end; i += 64) _mm_prefetch((const char *)(record + i), _MM_HINT_T1);
+}
+
+static int32_t record_decide(const hkv_format *f, const hkv_cpu_source *source, float share,
+                             hkv_cpu_progressive *progressive)
+{
+    hkv_precision precision = source->precision;
+    if (share < 0.0f) return NOT_READ;
+    progressive->n_read++;
+    if (share < progressive->skip_mass) {
+        progressive->n_skipped++;
+        progressive->skipped_share += (double)share;
+        progressive->n_bytes += f->v_params_offset;
+        return NOT_READ;
+    }
+    if (share < progressive->refine_mass) precision = HKV_READ_INT4;
+    progressive->n_refined += precision > HKV_READ_INT4;
+    progressive->n_bytes += hkv_record_prefix_bytes(f, precision);
+    return (int32_t)precision;
+}
+
+/* Largest share of the record among the block's rows, as the hot part has it; -1 if none sees any of it. */
+static float rows_share(const row_block *rows, const row_sums *part, const float *reference_lse)
+{
+    float lse[HKV_BLOCK_ROWS], distance[HKV_BLOCK_ROWS] = {0}, shares[HKV_BLOCK_ROWS], share = -1.0f;
+    lse_rows(part, lse);
+    for (int32_t i = 0; i < rows->n_rows; i++) /* capped: only whether it is large counts there */
+        distance[i] = lse[i] == -INFINITY ? -INFINITY : fminf(lse[i] - reference_lse[rows->first_row + i], 80.0f);
+    exp_rows(distance, shares);
+    for (int32_t i = 0; i < rows->n_rows; i++)
+        if (lse[i] > -INFINITY) share = fmaxf(share, shares[i]);
+    return share;
+}
+
+/* Weigh all keys at INT4 and decide. */
+static void batch_survey(record_batch *batch, hkv_cpu_progressive *progressive)
+{
+    const hkv_format *f = batch->query->format;
+    int32_t n_blocks = (batch->query->n_rows + HKV_BLOCK_ROWS - 1) / HKV_BLOCK_ROWS;
+    float own_weights[HKV_BLOCK_ROWS * MAX_TOKENS], shares[CALL_RECORDS];
+    for (int32_t s = 0; s < batch->n; s++) {
+        shares[s] = -1.0f;
+        batch->readings[s] = HKV_READ_INT4; /* for record_ahead */
+    }
+    for (int32_t block = 0; block < n_blocks; block++) {
+        const row_block rows = row_block_at(batch->query, block * HKV_BLOCK_ROWS);
+        const record_kernels *kernels = record_kernels_of(f, rows.n_rows);
+        for (int32_t s = 0; s < batch->n; s++) {
+            const hkv_cpu_source *source = &batch->sources[s];
+            row_sums part = row_sums_empty();
+            kernels->weigh(&rows, source, 0, record_ahead(batch, s),
+                           batch->kept ? kept_weights(batch, block, s) : own_weights, &part);
+            if (batch->kept) batch->kept_parts[kept_idx(batch, block, s)] = part;
+            shares[s] = fmaxf(shares[s], rows_share(&rows, &part, progressive->reference_lse));
+            if (block + 1 < n_blocks) continue;
+            batch->readings[s] = record_decide(f, source, shares[s], progressive);
+            prefetch_reading(f, source->data, batch->readings[s]);
+        }
+    }
+}
+
+/* Read in full what is visible. */
+static void batch_read_all(record_batch *batch, hkv_cpu_progressive *progressive)
+{
+    for (int32_t s = 0; s < batch->n; s++) {
+        const hkv_cpu_source *source = &batch->sources[s];
+        batch->readings[s] = source_is_visible(batch->query, source) ? (int32_t)source->precision : NOT_READ;
+        if (!progressive || batch->readings[s] == NOT_READ) continue;
+        progressive->n_read++;
+        progressive->n_refined += source->precision > HKV_READ_INT4;
+        progressive->n_bytes += hkv_record_prefix_bytes(batch->query->format, source->precision);
+    }
+}
+
+static void records_attend(const hkv_cpu_query *query, const hkv_cpu_source *sources, int32_t n, hkv_cpu_state *state,
+                           hkv_cpu_progressive *progressive, float *source_lse)
+{
+    float kept[KEPT_WEIGHTS] __attribute__((aligned(64)));
+    row_sums kept_parts[KEPT_WEIGHTS / (HKV_BLOCK_ROWS * HKV_TILE_TOKENS)];
+    record_batch batch = {.query = query, .sources = sources, .n = n, .source_lse = source_lse};
+    int32_t n_blocks = (query->n_rows + HKV_BLOCK_ROWS - 1) / HKV_BLOCK_ROWS;
+    if (progressive && (progressive->skip_mass > 0.0f || progressive->refine_mass > 0.0f)) {
+        size_t n_weights = (size_t)n_blocks * (size_t)n * HKV_BLOCK_ROWS * (size_t)query->format->stored_tokens;
+        if (n_weights <= KEPT_WEIGHTS) {
+            batch.kept = kept;
+            batch.kept_parts = kept_parts;
+        }
+        batch_survey(&batch, progressive);
+    } else {
+        batch_read_all(&batch, progressive);
+    }
+    for (int32_t block = 0; block < n_blocks; block++) batch_attend(&batch, block, state);
+}
+
+/* Records to take at once: as many as the survey can keep the weights of, if it can of any. */
+static int32_t batch_size(const hkv_cpu_query *query)
+{
+    int32_t n_blocks = (query->n_rows + HKV_BLOCK_ROWS - 1) / HKV_BLOCK_ROWS;
+    int64_t n = KEPT_WEIGHTS / ((int64_t)n_blocks * HKV_BLOCK_ROWS * query->format->stored_tokens);
+    return n < 1 ? 1 : n < CALL_RECORDS ? (int32_t)n : CALL_RECORDS;
+}
+
+/* ------------------------------------------------------------------------------------------------- pages and tensors
+ */
+
+HKV_AVX512_INLINE void rows_attend_shaped(const hkv_rows_shape shape, const row_block *rows,
+                                          const hkv_cpu_source *source, hkv_cpu_state *state, float *source_lse)
+{
+    const hkv_cpu_query *query = rows->query;
+    const hkv_format *f = query->format;
+    const size_t stored_dim = (size_t)f->stored_dim;
+    const hkv_rows_view keys = hkv_rows_view_of(f, source, 0), values = hkv_rows_view_of(f, source, 1);
+    float q[HKV_BLOCK_ROWS * HKV_MAX_HEAD_DIM], acc[HKV_BLOCK_ROWS * HKV_MAX_HEAD_DIM], row_acc[HKV_MAX_HEAD_DIM];
+    float weights[HKV_BLOCK_ROWS * HKV_ROWS_TOKENS], factor[HKV_BLOCK_ROWS], lse[HKV_BLOCK_ROWS];
+    row_sums running = row_sums_empty();
+    for (int32_t i = 0; i < shape.n_rows; i++)
+        hkv_rows_order(shape, f->stored_dim, rows->q + (size_t)i * stored_dim, q + (size_t)i * stored_dim);
+    memset(acc, 0, (size_t)shape.n_rows * stored_dim * sizeof(float));
+    for (int32_t first = 0; first < source->n_tokens; first += HKV_ROWS_TOKENS) {
+        int32_t n = source->n_tokens - first < HKV_ROWS_TOKENS ? source->n_tokens - first : HKV_ROWS_TOKENS;
+        hkv_rows_dots(shape, f->stored_dim, &keys, first, n, q, weights);
+        for (int32_t i = 0; i < shape.n_rows; i++) {
+            float *row = weights + i * HKV_ROWS_TOKENS, max, old = running.max[i];
+            int32_t lo, hi;
+            visible_tokens(query, rows->first_row + i, source->first_position + first, n, &lo, &hi);
+            max = scores_make(query, lo, hi, tiles_of(n), row);
+            running.max[i] = fmaxf(old, max);
+            factor[i] = old == -INFINITY ? 0.0f : expf(old - running.max[i]);
+            running.sum[i] = running.sum[i] * factor[i] + weights_make(running.max[i], tiles_of(n), row);
+        }
+        hkv_rows_values(shape, f->stored_dim, &values, first, n, weights, factor, acc);
+    }
+    for (int32_t i = 0; i < shape.n_rows; i++) {
+        hkv_rows_order_back(shape, f->stored_dim, acc + (size_t)i * stored_dim, row_acc);
+        state_merge_row(query, state, rows->first_row + i, running.max[i], running.sum[i], row_acc);
+    }
+    if (!source_lse) return;
+    lse_rows(&running, lse);
+    memcpy(source_lse + rows->first_row, lse, (size_t)shape.n_rows * sizeof(float));
+}
+
+#define ROWS_KERNEL(n, dtype, is_page)                                                                                 \
+    HKV_AVX512 static void rows_attend_##n##_##dtype##_##is_page(const row_block *rows, const hkv_cpu_source *source,  \
+                                                                 hkv_cpu_state *state, float *source_lse)              \
+    {                                                                                                                  \
+        rows_attend_shaped((hkv_rows_shape){n, dtype, is_page}, rows, source, state, source_lse);                      \
+    }
+#define ROWS_KERNELS_OF_DTYPE(n, dtype) ROWS_KERNEL(n, dtype, 0) ROWS_KERNEL(n, dtype, 1)
+#define ROWS_KERNELS_OF_ROWS(n)                                                                                        \
+    ROWS_KERNELS_OF_DTYPE(n, HKV_F16) ROWS_KERNELS_OF_DTYPE(n, HKV_BF16) ROWS_KERNELS_OF_DTYPE(n, HKV_F32)
+
+ROWS_KERNELS_OF_ROWS(1)
+ROWS_KERNELS_OF_ROWS(2)
+ROWS_KERNELS_OF_ROWS(3)
+ROWS_KERNELS_OF_ROWS(4)
+
+static void rows_attend(const hkv_cpu_query *query, const hkv_cpu_source *source, hkv_cpu_state *state,
+                        float *source_lse)
+{
+    typedef void (*rows_kernel)(const row_block *, const hkv_cpu_source *, hkv_cpu_state *, float *);
+#define ROWS_ENTRY(n, dtype)                                                                                           \
+    {                                                                                                                  \
+        rows_attend_##n##_##dtype##_0, rows_attend_##n##_##dtype##_1                                                   \
+    }
+#define ROWS_ENTRIES(n)                                                                                                \
+    {                                                                                                                  \
+        ROWS_ENTRY(n, HKV_F16), ROWS_ENTRY(n, HKV_BF16), ROWS_ENTRY(n, HKV_F32)                                        \
+    }
+    static const rows_kernel table[HKV_BLOCK_ROWS][3][2] = {ROWS_ENTRIES(1), ROWS_ENTRIES(2), ROWS_ENTRIES(3),
+                                                            ROWS_ENTRIES(4)};
+    for (int32_t first_row = 0; first_row < query->n_rows; first_row += HKV_BLOCK_ROWS) {
+        const row_block rows = row_block_at(query, first_row);
+        table[rows.n_rows - 1][query->format->dtype][source->kind == HKV_SOURCE_PAGE](&rows, source, state, source_lse);
+    }
+}
+
+/* ------------------------------------------------------------------------------------------------------------ entry */
+
+void hkv_avx512_decode(const hkv_cpu_query *query, const hkv_cpu_source *sources, int32_t n_sources,
+                       hkv_cpu_state *state, hkv_cpu_progressive *progressive, float *source_lse)
+{
+    int32_t max_batch = batch_size(query), n;
+    for (int32_t s = 0; s < n_sources; s += n) {
+        float *lse = source_lse ? source_lse + (size_t)s * (size_t)query->n_rows : NULL;
+        n = 1;
+        if (sources[s].kind != HKV_SOURCE_RECORD) {
+            rows_attend(query, &sources[s], state, lse);
+            continue;
+        }
+        while (n < max_batch && s + n < n_sources && sources[s + n].kind == HKV_SOURCE_RECORD) n++;
+        records_attend(query, sources + s, n, state, progressive, lse);
+    }
+}
+
+HKV_AVX512 float hkv_avx512_record_bound(const hkv_cpu_query *query, const uint8_t *record)
+{
+    const hkv_format *f = query->format;
+    const uint8_t *params = record + f->k_params_offset;
+    float bound = -INFINITY;
+    for (int32_t row = 0; row < query->n_rows; row++) {
+        const float *q = query->q + (size_t)row * (size_t)f->stored_dim;
+        __m512 sum = _mm512_setzero_ps();
+        for (int32_t step = 0; step < f->stored_dim / 16; step++) {
+            __m512 scale, zero, lo, hi, q_step = _mm512_loadu_ps(q + 16 * step);
+            hkv_key_params(params, step, &scale, &zero);
+            lo = _mm512_fmadd_ps(scale, _mm512_set1_ps((float)HKV_CODE_MIN), zero);
+            hi = _mm512_fmadd_ps(scale, _mm512_set1_ps((float)HKV_CODE_MAX), zero);
+            sum = _mm512_add_ps(sum, _mm512_max_ps(_mm512_mul_ps(q_step, lo), _mm512_mul_ps(q_step, hi)));
+        }
+        bound = fmaxf(bound, _mm512_reduce_add_ps(sum));
+    }
+    return bound;
+}
+
+#endif

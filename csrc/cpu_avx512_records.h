@@ -1,0 +1,340 @@
+/* cpu_avx512_records.h - scores and weighted values of one record for up to four query rows, in integers.
+ *
+ * A 64-byte load of a plane holds, for two fragment rows r and r + 8, four columns (2c, 2c + 1, 2c + 8, 2c + 9) in each
+ * of four 16-column steps: 32-bit word 4c + step. Joined with the low plane and masked, a word becomes two 16-bit codes
+ * of one fragment row, as vpdpwssd wants them. The other operand is in 16-bit fixed point, made anew for every record:
+ *
+ *   keys    rows are tokens, columns channels:  q * scale_K, with one unit per query row; sums over words = a score
+ *   values  rows are channels, columns tokens:  p * scale_V, with one unit per query row and value group
+ *
+ * The integer sums are exact. Codes count from the middle of their range (128, or 120 = 128 - 8 for a high nibble with
+ * its 8 left out), which halves the rounding error of the fixed point; zero + 128 * scale is added in fp32.
+ */
+#ifndef HKV_CPU_AVX512_RECORDS_H
+#define HKV_CPU_AVX512_RECORDS_H
+
+#include "cpu_avx512.h"
+
+enum {
+    HKV_BLOCK_ROWS = 4, /* query rows at a time */
+    HKV_MAX_GROUPS = 4, /* of 64 channels; the last may have 32 */
+    HKV_MAX_TILES = HKV_MAX_BLOCK_SIZE / HKV_TILE_TOKENS,
+    HKV_MAX_VALUE_GROUPS = HKV_MAX_HEAD_DIM / HKV_VALUE_GROUP,
+    HKV_FIXED_ONE = 32767
+};
+
+/* What is known at compile time where it matters: passed by value to inlined functions. */
+typedef struct hkv_record_shape {
+    int32_t n_rows;   /* 1..4 query rows */
+    int32_t n_groups; /* of 64 channels, the half one included */
+    int32_t has_half; /* the last group has 32 channels */
+    int32_t with_low; /* join the low plane */
+} hkv_record_shape;
+
+/* ----------------------------------------------------------------------------------------------- one load of a plane
+ */
+
+HKV_AVX512_INLINE size_t hkv_group_offset(int32_t stored_dim, int32_t tile, int32_t group, int32_t r, int32_t is_half)
+{
+    return (size_t)tile * 8 * (size_t)stored_dim + (size_t)group * 512 + (size_t)(r * (is_half ? 32 : 64));
+}
+
+/* The half group's two steps go where those of a whole group lie; the others are zero. */
+HKV_AVX512_INLINE __m512i hkv_group_load(const uint8_t *plane, size_t offset, int32_t is_half)
+{
+    if (!is_half) return _mm512_loadu_si512(plane + offset);
+    return _mm512_maskz_expand_epi32(0x3333,
+                                     _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)(plane + offset))));
+}
+
+/* Codes as 16-bit pairs of adjacent columns: [0] of row r, [1] of row r + 8. */
+typedef struct hkv_code_pairs {
+    __m512i upper[2]; /* columns 2c, 2c + 1 */
+    __m512i lower[2]; /* columns 2c + 8, 2c + 9 */
+} hkv_code_pairs;
+
+HKV_AVX512_INLINE hkv_code_pairs hkv_split_codes(__m512i high, __m512i low, int32_t with_low)
+{
+    hkv_code_pairs codes;
+    if (with_low) {
+        const __m512i nibbles = _mm512_set1_epi8((char)0xf0), bytes = _mm512_set1_epi16(0x00ff);
+        __m512i upper = _mm512_ternarylogic_epi32(nibbles, high, _mm512_srli_epi16(low, 4), 0xca);
+        __m512i lower = _mm512_ternarylogic_epi32(nibbles, _mm512_slli_epi16(high, 4), low, 0xca);
+        codes.upper[0] = _mm512_and_si512(upper, bytes);
+        codes.upper[1] = _mm512_srli_epi16(upper, 8);
+        codes.lower[0] = _mm512_and_si512(lower, bytes);
+        codes.lower[1] = _mm512_srli_epi16(lower, 8);
+    } else {
+        const __m512i nibble = _mm512_set1_epi16(0x00f0);
+        codes.upper[0] = _mm512_and_si512(high, nibble);
+        codes.upper[1] = _mm512_and_si512(_mm512_srli_epi16(high, 8), nibble);
+        codes.lower[0] = _mm512_and_si512(_mm512_slli_epi16(high, 4), nibble);
+        codes.lower[1] = _mm512_and_si512(_mm512_srli_epi16(high, 4), nibble);
+    }
+    return codes;
+}
+
+/* 128, less the 8 that a code without its low nibble stands for. */
+HKV_AVX512_INLINE int32_t hkv_code_middle(int32_t with_low)
+{
+    return with_low ? 128 : 120;
+}
+
+/* ------------------------------------------------------------------------------------------------------------- keys */
+
+/* Queries in the record's fixed point. */
+typedef struct hkv_key_side {
+    __m512i q[HKV_MAX_GROUPS][2][HKV_BLOCK_ROWS]; /* word 4c + step: channels (2c, 2c + 1), [1]: (2c + 8, 2c + 9) */
+    float unit[HKV_BLOCK_ROWS];
+    float base[HKV_BLOCK_ROWS];  /* q . (zero + 128 scale) */
+    int32_t sum[HKV_BLOCK_ROWS]; /* of q over all channels */
+} hkv_key_side;
+
+/* Scales and zeros of 16 channels in order. */
+HKV_AVX512_INLINE void hkv_key_params(const uint8_t *params, int32_t step, __m512 *scale, __m512 *zero)
+{
+    static const uint16_t order[32] __attribute__((aligned(64))) = {
+        0, 1, 8,  9,  16, 17, 24, 25, 4, 5, 12, 13, 20, 21, 28, 29,  /* scales: hkv_k_param_index */
+        2, 3, 10, 11, 18, 19, 26, 27, 6, 7, 14, 15, 22, 23, 30, 31}; /* zeros */
+    __m512i halves = _mm512_permutexvar_epi16(_mm512_load_si512(order), _mm512_loadu_si512(params + (size_t)step * 64));
+    *scale = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+    *zero = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+}
+
+/* 16 + 16 + 16 + 16 channels in order, as int32 that fit int16, into the two words of a group. */
+HKV_AVX512_INLINE void hkv_key_words(const __m512i q[4], __m512i *upper, __m512i *lower)
+{
+    /* Packed steps 0 and 1 (2 and 3) hold pair j of step s in word (j / 2) * 4 + (s & 1) * 2 + (j & 1). */
+    const __m512i upper_words = _mm512_setr_epi32(0, 2, 16, 18, 1, 3, 17, 19, 4, 6, 20, 22, 5, 7, 21, 23);
+    const __m512i lower_words = _mm512_setr_epi32(8, 10, 24, 26, 9, 11, 25, 27, 12, 14, 28, 30, 13, 15, 29, 31);
+    __m512i steps_01 = _mm512_packs_epi32(q[0], q[1]), steps_23 = _mm512_packs_epi32(q[2], q[3]);
+    *upper = _mm512_permutex2var_epi32(steps_01, upper_words, steps_23);
+    *lower = _mm512_permutex2var_epi32(steps_01, lower_words, steps_23);
+}
+
+/* q [n_rows, DP] */
+HKV_AVX512_INLINE void hkv_key_side_make(const hkv_record_shape shape, const hkv_format *f, const uint8_t *record,
+                                         const float *q, hkv_key_side *side)
+{
+    const uint8_t *params = record + f->k_params_offset;
+    const int32_t n_steps = shape.n_groups * 4 - 2 * shape.has_half;
+    __m512 scale[HKV_MAX_GROUPS * 4], middle[HKV_MAX_GROUPS * 4];
+    for (int32_t s = 0; s < n_steps; s++) {
+        __m512 zero;
+        hkv_key_params(params, s, &scale[s], &zero);
+        middle[s] = _mm512_fmadd_ps(scale[s], _mm512_set1_ps(128.0f), zero);
+    }
+    for (int32_t i = 0; i < shape.n_rows; i++) {
+        const float *row = q + (size_t)i * (size_t)f->stored_dim;
+        __m512 product[HKV_MAX_GROUPS * 4], largest = _mm512_setzero_ps(), base = largest, inverse;
+        __m512i sum = _mm512_setzero_si512();
+        float max;
+        for (int32_t s = 0; s < n_steps; s++) {
+            __m512 q_step = _mm512_loadu_ps(row + 16 * s);
+            product[s] = _mm512_mul_ps(q_step, scale[s]);
+            base = _mm512_fmadd_ps(q_step, middle[s], base);
+            largest = _mm512_max_ps(largest, _mm512_abs_ps(product[s]));
+        }
+        max = _mm512_reduce_max_ps(largest);
+        inverse = _mm512_set1_ps(max > 0.0f ? (float)HKV_FIXED_ONE / max : 0.0f);
+        side->unit[i] = max / (float)HKV_FIXED_ONE;
+        side->base[i] = _mm512_reduce_add_ps(base);
+        for (int32_t g = 0; g < shape.n_groups; g++) {
+            __m512i fixed[4];
+            for (int32_t s = 0; s < 4; s++) {
+                int32_t is_there = 4 * g + s < n_steps;
+                fixed[s] =
+                    is_there ? _mm512_cvtps_epi32(_mm512_mul_ps(product[4 * g + s], inverse)) : _mm512_setzero_si512();
+                sum = _mm512_add_epi32(sum, fixed[s]);
+            }
+            hkv_key_words(fixed, &side->q[g][0][i], &side->q[g][1][i]);
+        }
+        side->sum[i] = _mm512_reduce_add_epi32(sum);
+    }
+}
+
+/* Sums over the words of 16 vectors, two of which are already folded into each of x: in 128-bit lane L, x[r] holds
+ * (a, b, a, b) with a and b the halves' sums of rows r and r + 8. Result: rows 0 .. 15 in order. */
+HKV_AVX512_INLINE __m512i hkv_reduce_rows(const __m512i x[8])
+{
+    const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    __m512i y[4], z[2], rows;
+    for (int32_t k = 0; k < 4; k++)
+        y[k] = _mm512_add_epi32(_mm512_unpacklo_epi64(x[2 * k], x[2 * k + 1]),
+                                _mm512_unpackhi_epi64(x[2 * k], x[2 * k + 1]));
+    for (int32_t k = 0; k < 2; k++)
+        z[k] = _mm512_add_epi32(_mm512_shuffle_i32x4(y[2 * k], y[2 * k + 1], 0x88),
+                                _mm512_shuffle_i32x4(y[2 * k], y[2 * k + 1], 0xdd));
+    rows = _mm512_add_epi32(_mm512_shuffle_i32x4(z[0], z[1], 0x88), _mm512_shuffle_i32x4(z[0], z[1], 0xdd));
+    return _mm512_permutexvar_epi32(order, rows);
+}
+
+/* q . k of tiles 0 .. n_tiles-1 for every row: scores [n_rows, TP]. `ahead` is prefetched in step with the record. */
+HKV_AVX512_INLINE void hkv_record_dots(const hkv_record_shape shape, const hkv_format *f, const uint8_t *record,
+                                       const hkv_key_side *side, int32_t n_tiles, const uint8_t *ahead, float *scores)
+{
+    const uint8_t *high = record + f->k_high_offset, *low = record + f->k_low_offset;
+    const uint8_t *ahead_high = ahead + f->k_high_offset, *ahead_low = ahead + f->k_low_offset;
+    const int32_t middle = hkv_code_middle(shape.with_low);
+    __m512i q[HKV_MAX_GROUPS][2][HKV_BLOCK_ROWS];
+    for (int32_t g = 0; g < shape.n_groups; g++)
+        for (int32_t i = 0; i < shape.n_rows; i++) {
+            q[g][0][i] = side->q[g][0][i];
+            q[g][1][i] = side->q[g][1][i];
+        }
+    for (int32_t tile = 0; tile < n_tiles; tile++) {
+        __m512i folded[HKV_BLOCK_ROWS][8];
+        for (int32_t r = 0; r < 8; r++) {
+            __m512i sum[2][HKV_BLOCK_ROWS];
+            for (int32_t i = 0; i < shape.n_rows; i++) sum[0][i] = sum[1][i] = _mm512_setzero_si512();
+            for (int32_t g = 0; g < shape.n_groups; g++) {
+                int32_t is_half = shape.has_half && g + 1 == shape.n_groups;
+                size_t offset = hkv_group_offset(f->stored_dim, tile, g, r, is_half);
+                __m512i low_codes = shape.with_low ? hkv_group_load(low, offset, is_half) : _mm512_setzero_si512();
+                hkv_code_pairs codes =
+                    hkv_split_codes(hkv_group_load(high, offset, is_half), low_codes, shape.with_low);
+                _mm_prefetch((const char *)(ahead_high + offset), _MM_HINT_T0);
+                if (shape.with_low) _mm_prefetch((const char *)(ahead_low + offset), _MM_HINT_T0);
+                for (int32_t i = 0; i < shape.n_rows; i++) {
+                    sum[0][i] = _mm512_dpwssd_epi32(sum[0][i], codes.upper[0], q[g][0][i]);
+                    sum[1][i] = _mm512_dpwssd_epi32(sum[1][i], codes.upper[1], q[g][0][i]);
+                }
+                for (int32_t i = 0; i < shape.n_rows; i++) {
+                    sum[0][i] = _mm512_dpwssd_epi32(sum[0][i], codes.lower[0], q[g][1][i]);
+                    sum[1][i] = _mm512_dpwssd_epi32(sum[1][i], codes.lower[1], q[g][1][i]);
+                }
+            }
+            for (int32_t i = 0; i < shape.n_rows; i++)
+                folded[i][r] = _mm512_add_epi32(_mm512_unpacklo_epi32(sum[0][i], sum[1][i]),
+                                                _mm512_unpackhi_epi32(sum[0][i], sum[1][i]));
+        }
+        for (int32_t i = 0; i < shape.n_rows; i++) {
+            __m512i dots = _mm512_sub_epi32(hkv_reduce_rows(folded[i]), _mm512_set1_epi32(middle * side->sum[i]));
+            _mm512_storeu_ps(scores + (size_t)i * (size_t)f->stored_tokens + 16 * tile,
+                             _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), _mm512_set1_ps(side->unit[i]),
+                                             _mm512_set1_ps(side->base[i])));
+        }
+    }
+}
+
+/* ----------------------------------------------------------------------------------------------------------- values */
+
+/* Weights in the record's fixed point. */
+typedef struct hkv_value_side {
+    /* word 4c + step: tokens (2c, 2c + 1) of a tile, [1]: (2c + 8, 2c + 9), whatever the step */
+    __m512i p[HKV_MAX_VALUE_GROUPS][HKV_MAX_TILES][2][HKV_BLOCK_ROWS];
+    __m512i start[HKV_MAX_VALUE_GROUPS][HKV_BLOCK_ROWS]; /* -middle times the sum over a word's tokens */
+    float unit[HKV_MAX_VALUE_GROUPS][HKV_BLOCK_ROWS];
+    float base[HKV_MAX_VALUE_GROUPS][HKV_BLOCK_ROWS]; /* sum of p * (zero + 128 scale) */
+} hkv_value_side;
+
+/* Scales and zeros of a tile's 16 tokens in order. */
+HKV_AVX512_INLINE void hkv_value_params(const uint8_t *params, int32_t tile, __m512 *scale, __m512 *zero)
+{
+    static const uint16_t order[32] __attribute__((aligned(64))) = {
+        0, 4, 8,  12, 16, 20, 24, 28, 1, 5, 9,  13, 17, 21, 25, 29,  /* scales: hkv_v_param_index */
+        2, 6, 10, 14, 18, 22, 26, 30, 3, 7, 11, 15, 19, 23, 27, 31}; /* zeros */
+    __m512i halves = _mm512_permutexvar_epi16(_mm512_load_si512(order), _mm512_loadu_si512(params + (size_t)tile * 64));
+    *scale = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
+    *zero = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
+}
+
+/* 16 weights as int32 that fit int16, into the two words of a tile. */
+HKV_AVX512_INLINE void hkv_value_words(__m512i p, __m512i *upper, __m512i *lower)
+{
+    const __m512i upper_words = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    const __m512i lower_words = _mm512_setr_epi32(4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7);
+    __m512i pairs = _mm512_castsi256_si512(_mm512_cvtepi32_epi16(p));
+    *upper = _mm512_permutexvar_epi32(upper_words, pairs);
+    *lower = _mm512_permutexvar_epi32(lower_words, pairs);
+}
+
+/* weights [n_rows, TP], 0 for tokens that a row does not see; tokens from n_tokens on have no parameters. */
+HKV_AVX512_INLINE void hkv_value_side_make(const hkv_record_shape shape, const hkv_format *f, const uint8_t *record,
+                                           const float *weights, int32_t n_tokens, int32_t n_tiles,
+                                           hkv_value_side *side)
+{
+    const int32_t middle = hkv_code_middle(shape.with_low);
+    for (int32_t vg = 0; vg < (shape.n_groups + 1) / 2; vg++) {
+        const uint8_t *params = record + f->v_params_offset + (size_t)vg * 4 * (size_t)f->stored_tokens;
+        __m512 scaled[HKV_BLOCK_ROWS][HKV_MAX_TILES], largest[HKV_BLOCK_ROWS], base[HKV_BLOCK_ROWS];
+        for (int32_t i = 0; i < shape.n_rows; i++) largest[i] = base[i] = _mm512_setzero_ps();
+        for (int32_t tile = 0; tile < n_tiles; tile++) {
+            int32_t n = n_tokens - 16 * tile;
+            __mmask16 is_there = n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1u);
+            __m512 scale, zero, centre;
+            hkv_value_params(params, tile, &scale, &zero);
+            centre = _mm512_maskz_fmadd_ps(is_there, scale, _mm512_set1_ps(128.0f), zero);
+            scale = _mm512_maskz_mov_ps(is_there, scale);
+            for (int32_t i = 0; i < shape.n_rows; i++) {
+                __m512 p = _mm512_loadu_ps(weights + (size_t)i * (size_t)f->stored_tokens + 16 * tile);
+                scaled[i][tile] = _mm512_mul_ps(p, scale);
+                largest[i] = _mm512_max_ps(largest[i], scaled[i][tile]);
+                base[i] = _mm512_fmadd_ps(p, centre, base[i]);
+            }
+        }
+        for (int32_t i = 0; i < shape.n_rows; i++) {
+            float max = _mm512_reduce_max_ps(largest[i]);
+            __m512 inverse = _mm512_set1_ps(max > 0.0f ? (float)HKV_FIXED_ONE / max : 0.0f);
+            __m512i sum = _mm512_setzero_si512();
+            side->unit[vg][i] = max / (float)HKV_FIXED_ONE;
+            side->base[vg][i] = _mm512_reduce_add_ps(base[i]);
+            for (int32_t tile = 0; tile < n_tiles; tile++) {
+                __m512i *p = &side->p[vg][tile][0][i];
+                hkv_value_words(_mm512_cvtps_epi32(_mm512_mul_ps(scaled[i][tile], inverse)), &p[0], &p[HKV_BLOCK_ROWS]);
+                sum = _mm512_dpwssd_epi32(sum, p[0], _mm512_set1_epi16(1));
+                sum = _mm512_dpwssd_epi32(sum, p[HKV_BLOCK_ROWS], _mm512_set1_epi16(1));
+            }
+            side->start[vg][i] = _mm512_mullo_epi32(sum, _mm512_set1_epi32(-middle));
+        }
+    }
+}
+
+/* Running sums of weighted values, word 4c + step of [r], [1]: r + 8; channel 64 g + 16 step + r once summed over c. */
+typedef struct hkv_value_sums {
+    __m512 words[HKV_BLOCK_ROWS][HKV_MAX_GROUPS][8][2];
+    float base[HKV_BLOCK_ROWS][HKV_MAX_VALUE_GROUPS]; /* to be added to every channel of the value group */
+} hkv_value_sums;
+
+/* sums += factor[row] * weights . v */
+HKV_AVX512_INLINE void hkv_record_values(const hkv_record_shape shape, const hkv_format *f, const uint8_t *record,
+                                         const hkv_value_side *side, int32_t n_tiles, const float *factor,
+                                         const uint8_t *ahead, hkv_value_sums *sums)
+{
+    const uint8_t *high = record + f->v_high_offset, *low = record + f->v_low_offset;
+    const uint8_t *ahead_high = ahead + f->v_high_offset, *ahead_low = ahead + f->v_low_offset;
+    for (int32_t vg = 0; vg < (shape.n_groups + 1) / 2; vg++)
+        for (int32_t i = 0; i < shape.n_rows; i++) sums->base[i][vg] += factor[i] * side->base[vg][i];
+    for (int32_t g = 0; g < shape.n_groups; g++) {
+        const int32_t vg = g / 2, is_half = shape.has_half && g + 1 == shape.n_groups;
+        __m512 unit[HKV_BLOCK_ROWS];
+        for (int32_t i = 0; i < shape.n_rows; i++) unit[i] = _mm512_set1_ps(factor[i] * side->unit[vg][i]);
+        for (int32_t r = 0; r < 8; r++) {
+            __m512i sum[2][HKV_BLOCK_ROWS];
+            for (int32_t i = 0; i < shape.n_rows; i++) sum[0][i] = sum[1][i] = side->start[vg][i];
+            for (int32_t tile = 0; tile < n_tiles; tile++) {
+                size_t offset = hkv_group_offset(f->stored_dim, tile, g, r, is_half);
+                __m512i low_codes = shape.with_low ? hkv_group_load(low, offset, is_half) : _mm512_setzero_si512();
+                hkv_code_pairs codes =
+                    hkv_split_codes(hkv_group_load(high, offset, is_half), low_codes, shape.with_low);
+                _mm_prefetch((const char *)(ahead_high + offset), _MM_HINT_T0);
+                if (shape.with_low) _mm_prefetch((const char *)(ahead_low + offset), _MM_HINT_T0);
+                for (int32_t i = 0; i < shape.n_rows; i++) {
+                    sum[0][i] = _mm512_dpwssd_epi32(sum[0][i], codes.upper[0], side->p[vg][tile][0][i]);
+                    sum[1][i] = _mm512_dpwssd_epi32(sum[1][i], codes.upper[1], side->p[vg][tile][0][i]);
+                }
+                for (int32_t i = 0; i < shape.n_rows; i++) {
+                    sum[0][i] = _mm512_dpwssd_epi32(sum[0][i], codes.lower[0], side->p[vg][tile][1][i]);
+                    sum[1][i] = _mm512_dpwssd_epi32(sum[1][i], codes.lower[1], side->p[vg][tile][1][i]);
+                }
+            }
+            for (int32_t i = 0; i < shape.n_rows; i++) {
+                __m512 *words = sums->words[i][g][r];
+                words[0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[0][i]), unit[i], words[0]);
+                words[1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[1][i]), unit[i], words[1]);
+            }
+        }
+    }
+}
+
+#endif
