@@ -5,8 +5,7 @@
 
 #include "internal.h"
 
-/* -------------------------------------------------------------------------------------------------------- SipHash-2-4
- */
+/* ---------------------------------------------------------------------------------------------------- SipHash-2-4 */
 
 typedef struct siphash {
     uint64_t v[4];
@@ -103,8 +102,7 @@ static uint64_t hash_salt(const hkv_prefix *p, const uint8_t *salt, size_t n_byt
     return siphash_finish(&h);
 }
 
-/* --------------------------------------------------------------------------------------------------------------- nodes
- */
+/* ---------------------------------------------------------------------------------------------------------- nodes */
 
 size_t hkv_prefix_n_nodes(int32_t n_blocks, int32_t max_sequences)
 {
@@ -211,8 +209,7 @@ static void node_destroy(hkv_prefix *p, int32_t node)
     if (parent != 0 && is_dead_root(&p->nodes[parent])) node_destroy(p, parent); /* a root: one level deep */
 }
 
-/* --------------------------------------------------------------------------------------------------------------- roots
- */
+/* ---------------------------------------------------------------------------------------------------------- roots */
 
 int32_t hkv_prefix_acquire_root(hkv_prefix *p, const void *salt, size_t salt_bytes)
 {
@@ -242,8 +239,7 @@ void hkv_prefix_release_root(hkv_prefix *p, int32_t root)
     if (is_dead_root(&p->nodes[root])) node_destroy(p, root);
 }
 
-/* -------------------------------------------------------------------------------------------------------------- search
- */
+/* --------------------------------------------------------------------------------------------------------- search */
 
 /* Equal tokens at the start of a and b. */
 static int32_t common_length(const int64_t *a, const int64_t *b, int32_t n_tokens)
@@ -336,8 +332,7 @@ int32_t hkv_prefix_block_of(const hkv_prefix *p, int32_t group, int32_t node)
     return group == 0 ? p->nodes[node].first_block : *companion_entry(p, group, node);
 }
 
-/* ------------------------------------------------------------------------------------------------------ known tokens
- */
+/* --------------------------------------------------------------------------------------------------- known tokens */
 
 void hkv_prefix_write_tokens(hkv_prefix *p, int32_t block, int32_t offset, const int64_t *tokens, int32_t n_tokens)
 {
@@ -356,8 +351,7 @@ void hkv_prefix_copy_tokens(hkv_prefix *p, int32_t target, int32_t source, int32
                             n_tokens < p->n_known[source] ? n_tokens : p->n_known[source]);
 }
 
-/* ------------------------------------------------------------------------------------------------------- registration
- */
+/* --------------------------------------------------------------------------------------------------- registration */
 
 int32_t hkv_prefix_add_block(hkv_prefix *p, int32_t parent, int32_t block, int32_t n_tokens)
 {
@@ -435,8 +429,7 @@ int32_t hkv_prefix_take_block(hkv_prefix *p, int32_t group)
     return block;
 }
 
-/* --------------------------------------------------------------------------------------------------------------- check
- */
+/* ---------------------------------------------------------------------------------------------------------- check */
 
 static hkv_status broken(hkv_error *error, const char *what, int32_t node)
 {
