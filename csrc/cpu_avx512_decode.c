@@ -482,7 +482,8 @@ static int32_t batch_size(const hkv_cpu_query *query)
  */
 
 HKV_AVX512_INLINE void rows_attend_shaped(const hkv_rows_shape shape, const row_block *rows,
-                                          const hkv_cpu_source *source, hkv_cpu_state *state, float *source_lse)
+                                          const hkv_cpu_source *source, const uint8_t *ahead, hkv_cpu_state *state,
+                                          float *source_lse)
 {
     const hkv_cpu_query *query = rows->query;
     const hkv_format *f = query->format;
@@ -496,7 +497,7 @@ HKV_AVX512_INLINE void rows_attend_shaped(const hkv_rows_shape shape, const row_
     memset(acc, 0, (size_t)shape.n_rows * stored_dim * sizeof(float));
     for (int32_t first = 0; first < source->n_tokens; first += HKV_ROWS_TOKENS) {
         int32_t n = source->n_tokens - first < HKV_ROWS_TOKENS ? source->n_tokens - first : HKV_ROWS_TOKENS;
-        hkv_rows_dots(shape, f->stored_dim, &keys, first, n, q, weights);
+        hkv_rows_dots(shape, f->stored_dim, &keys, first, n, q, ahead, f->row_bytes, weights);
         for (int32_t i = 0; i < shape.n_rows; i++) {
             float *row = weights + i * HKV_ROWS_TOKENS, max, old = running.max[i];
             int32_t lo, hi;
@@ -519,9 +520,10 @@ HKV_AVX512_INLINE void rows_attend_shaped(const hkv_rows_shape shape, const row_
 
 #define ROWS_KERNEL(n, dtype, is_page)                                                                                 \
     HKV_AVX512 static void rows_attend_##n##_##dtype##_##is_page(const row_block *rows, const hkv_cpu_source *source,  \
-                                                                 hkv_cpu_state *state, float *source_lse)              \
+                                                                 const uint8_t *ahead, hkv_cpu_state *state,           \
+                                                                 float *source_lse)                                    \
     {                                                                                                                  \
-        rows_attend_shaped((hkv_rows_shape){n, dtype, is_page}, rows, source, state, source_lse);                      \
+        rows_attend_shaped((hkv_rows_shape){n, dtype, is_page}, rows, source, ahead, state, source_lse);               \
     }
 #define ROWS_KERNELS_OF_DTYPE(n, dtype) ROWS_KERNEL(n, dtype, 0) ROWS_KERNEL(n, dtype, 1)
 #define ROWS_KERNELS_OF_ROWS(n)                                                                                        \
@@ -532,10 +534,10 @@ ROWS_KERNELS_OF_ROWS(2)
 ROWS_KERNELS_OF_ROWS(3)
 ROWS_KERNELS_OF_ROWS(4)
 
-static void rows_attend(const hkv_cpu_query *query, const hkv_cpu_source *source, hkv_cpu_state *state,
-                        float *source_lse)
+static void rows_attend(const hkv_cpu_query *query, const hkv_cpu_source *source, const uint8_t *ahead,
+                        hkv_cpu_state *state, float *source_lse)
 {
-    typedef void (*rows_kernel)(const row_block *, const hkv_cpu_source *, hkv_cpu_state *, float *);
+    typedef void (*rows_kernel)(const row_block *, const hkv_cpu_source *, const uint8_t *, hkv_cpu_state *, float *);
 #define ROWS_ENTRY(n, dtype)                                                                                           \
     {                                                                                                                  \
         rows_attend_##n##_##dtype##_0, rows_attend_##n##_##dtype##_1                                                   \
@@ -548,8 +550,15 @@ static void rows_attend(const hkv_cpu_query *query, const hkv_cpu_source *source
                                                             ROWS_ENTRIES(4)};
     for (int32_t first_row = 0; first_row < query->n_rows; first_row += HKV_BLOCK_ROWS) {
         const row_block rows = row_block_at(query, first_row);
-        table[rows.n_rows - 1][query->format->dtype][source->kind == HKV_SOURCE_PAGE](&rows, source, state, source_lse);
+        table[rows.n_rows - 1][query->format->dtype][source->kind == HKV_SOURCE_PAGE](&rows, source, ahead, state,
+                                                                                      source_lse);
     }
+}
+
+/* The page after a source, for prefetching; its own data (which may be NULL) if the next is none. */
+static const uint8_t *rows_ahead(const hkv_cpu_source *source, int32_t n_sources)
+{
+    return n_sources > 1 && source[1].kind == HKV_SOURCE_PAGE ? source[1].data : source[0].data;
 }
 
 /* ------------------------------------------------------------------------------------------------------------ entry */
@@ -562,7 +571,7 @@ void hkv_avx512_decode(const hkv_cpu_query *query, const hkv_cpu_source *sources
         float *lse = source_lse ? source_lse + (size_t)s * (size_t)query->n_rows : NULL;
         n = 1;
         if (sources[s].kind != HKV_SOURCE_RECORD) {
-            rows_attend(query, &sources[s], state, lse);
+            rows_attend(query, &sources[s], rows_ahead(sources + s, n_sources - s), state, lse);
             continue;
         }
         while (n < max_batch && s + n < n_sources && sources[s + n].kind == HKV_SOURCE_RECORD) n++;

@@ -126,14 +126,18 @@ HKV_AVX512_INLINE __m512 hkv_reduce_vectors(const __m512 x[16])
     return _mm512_add_ps(_mm512_shuffle_f32x4(z[0], z[1], 0x88), _mm512_shuffle_f32x4(z[0], z[1], 0xdd));
 }
 
-/* q . k of tokens first .. first + n - 1: scores [n_rows, HKV_ROWS_TOKENS]; q [n_rows, DP] in the units' order. */
+/* q . k of tokens first .. first + n - 1: scores [n_rows, HKV_ROWS_TOKENS]; q [n_rows, DP] in the units' order. `ahead`
+ * is prefetched in step, as many bytes as there are keys and values, in rows of row_bytes. */
 HKV_AVX512_INLINE void hkv_rows_dots(const hkv_rows_shape shape, int32_t stored_dim, const hkv_rows_view *keys,
-                                     int32_t first, int32_t n, const float *q, float *scores)
+                                     int32_t first, int32_t n, const float *q, const uint8_t *ahead, int32_t row_bytes,
+                                     float *scores)
 {
     for (int32_t base = 0; base < n; base += 16) {
         __m512 sums[HKV_BLOCK_ROWS][16];
         for (int32_t t = 0; t < 16; t++) {
             __m512 sum[HKV_BLOCK_ROWS][2];
+            for (int32_t byte = 0; byte < row_bytes; byte += 64)
+                _mm_prefetch((const char *)(ahead + (size_t)(base + t) * (size_t)row_bytes + byte), _MM_HINT_T0);
             for (int32_t i = 0; i < shape.n_rows; i++) sum[i][0] = sum[i][1] = _mm512_setzero_ps();
             for (int32_t unit = 0; base + t < n && unit < keys->n_units; unit++) {
                 __m512 k[2];
