@@ -144,6 +144,7 @@ static hkv_status cpu_attend(hkv_group *group, const hkv_batch *batch, int32_t l
         .group_heads = args->n_q_heads / group->n_kv_heads,
     };
     (void)error;
+    if (*group->plan.n_segments > 0) *group->plan.is_appended = 1;
     hkv_cpu_append(&step);
     if (!args->q) return HKV_OK;
     clear_mass(group, batch, args);

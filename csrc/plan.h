@@ -14,18 +14,29 @@
 #include "format.h"
 #include "hkv.h"
 
+/* A page as it was before a step changed it. */
+typedef struct hkv_page_state {
+    uint32_t step;     /* the step that changed it, 0 = none */
+    int32_t block;     /* page_block */
+    int32_t is_linked; /* block_page[block] was this page */
+    uint32_t stamp;
+    int32_t n_tokens, sealed;
+    uint32_t last_use;
+} hkv_page_state;
+
 /* Hot/cold state of a group; one entry per block or page. */
 typedef struct hkv_directory {
-    int32_t *block_page;     /* [n_blocks] hot page of a block, -1 = none */
-    uint32_t *block_step;    /* [n_blocks] step that last wrote the block; finds double writes */
-    int32_t *page_block;     /* [n_pages] block that a page belongs to, -1 = free */
-    uint32_t *page_stamp;    /* [n_pages] */
-    int32_t *page_n_tokens;  /* [n_pages] tokens valid from the start */
-    int32_t *page_sealed;    /* [n_pages] 1 = the record holds the same tokens */
-    uint32_t *page_last_use; /* [n_pages] step number */
-    uint32_t *page_role;     /* [n_pages] scratch of a step: HKV_PAGE_* bits */
-    uint32_t *next_stamp;    /* [1] never 0 */
-    uint32_t *step;          /* [1] number of the current step, from 1 */
+    int32_t *block_page;        /* [n_blocks] hot page of a block, -1 = none */
+    uint32_t *block_step;       /* [n_blocks] step that last wrote the block; finds double writes */
+    int32_t *page_block;        /* [n_pages] block that a page belongs to, -1 = free */
+    uint32_t *page_stamp;       /* [n_pages] */
+    int32_t *page_n_tokens;     /* [n_pages] tokens valid from the start */
+    int32_t *page_sealed;       /* [n_pages] 1 = the record holds the same tokens */
+    uint32_t *page_last_use;    /* [n_pages] step number */
+    uint32_t *page_role;        /* [n_pages] scratch of a step: HKV_PAGE_* bits */
+    hkv_page_state *page_saved; /* [n_pages] for undoing a step that no layer carried out */
+    uint32_t *next_stamp;       /* [1] never 0 */
+    uint32_t *step;             /* [1] number of the current step, from 1 */
 } hkv_directory;
 
 /* New tokens of one row inside one block. */
@@ -73,6 +84,7 @@ typedef struct hkv_plan {
     int32_t hot_stride; /* sink_blocks + ceil((hot_tokens - 1) / T) + 1 */
     int32_t max_segments;
     int32_t *n_segments;    /* [1] */
+    int32_t *is_appended;   /* [1] begin clears it; the append of any layer sets it to 1 if there are segments */
     int32_t *n_victims;     /* [1] */
     int32_t *failure;       /* [1] 0, or the hkv_status of a refused step, whose plan is empty */
     int32_t *failure_value; /* [4] what broke it: kind (hkv_plan_fault), index, value, limit */
@@ -126,8 +138,7 @@ HKV_INLINE int32_t hkv_header_n_tokens(const hkv_record_header *header, int32_t 
     return header->n_valid_tokens <= block_tokens ? header->n_valid_tokens : 0;
 }
 
-/* ---------------------------------------------------------------------------------------------------------- the team
- */
+/* --------------------------------------------------------------------------------------------------------- the team */
 
 enum { /* team.shared: sums of the step, then scratch of hkv_team_scan */
        HKV_TALLY_FAULTS,
@@ -230,8 +241,7 @@ HKV_INLINE uint32_t hkv_team_exchange(uint32_t *word, uint32_t value)
 #endif
 }
 
-/* ----------------------------------------------------------------------------------------------------- what is planned
- */
+/* -------------------------------------------------------------------------------------------------- what is planned */
 
 /* All inputs of a step. Pointers are on the group's device. */
 typedef struct hkv_plan_job {
@@ -336,26 +346,48 @@ HKV_INLINE int32_t hkv_plan_segment_logical(const hkv_plan_job *job, const hkv_s
     return (row->length - row->n_new + segment->first_token - row->first_token) / job->block_tokens;
 }
 
-/* ------------------------------------------------------------------------------------------- before phase 0: the state
- */
+/* ------------------------------------------------------------------------------------ before phase 0: a clean start */
 
-/* Partial pages that the last begin took away but whose record no attend wrote go back to their block: the step was
- * begun again, or given up, and their tokens exist nowhere else. */
-HKV_INLINE void hkv_plan_return_victims(const hkv_plan_job *job, const hkv_team *team)
+/* Keep what a page is before this step changes it. */
+HKV_INLINE void hkv_plan_save_page(const hkv_plan_job *job, uint32_t step, int32_t page)
 {
     const hkv_directory *dir = &job->directory;
-    HKV_FOR (i, *job->plan.n_victims, team) {
-        const hkv_victim *victim = &job->plan.victims[i];
-        const hkv_record_header *header = hkv_plan_header(job, victim->block);
-        int32_t page = victim->page, block = dir->page_block[page];
-        if (header->stamp != victim->stamp) continue;                                     /* another content by now */
-        if (hkv_header_n_tokens(header, job->block_tokens) >= victim->n_tokens) continue; /* written */
-        if (block >= 0 && dir->block_page[block] == page) dir->block_page[block] = -1;
-        dir->block_page[victim->block] = page;
-        dir->page_block[page] = victim->block;
-        dir->page_stamp[page] = victim->stamp;
-        dir->page_n_tokens[page] = victim->n_tokens;
-        dir->page_sealed[page] = 0;
+    hkv_page_state *saved = &dir->page_saved[page];
+    saved->step = step;
+    saved->block = dir->page_block[page];
+    saved->is_linked = saved->block >= 0 && dir->block_page[saved->block] == page;
+    saved->stamp = dir->page_stamp[page];
+    saved->n_tokens = dir->page_n_tokens[page];
+    saved->sealed = dir->page_sealed[page];
+    saved->last_use = dir->page_last_use[page];
+}
+
+HKV_INLINE void hkv_plan_detach(const hkv_plan_job *job, int32_t page)
+{
+    const hkv_directory *dir = &job->directory;
+    int32_t block = dir->page_block[page];
+    if (block >= 0 && dir->block_page[block] == page) dir->block_page[block] = -1;
+    dir->page_block[page] = -1;
+}
+
+/* A step that was begun and then begun again or given up never happened: no layer has written anything, so its pages
+ * still hold what they held, and some of that (evicted partial blocks) exists nowhere else. */
+HKV_INLINE void hkv_plan_undo(const hkv_plan_job *job, const hkv_team *team)
+{
+    const hkv_directory *dir = &job->directory;
+    uint32_t step = *dir->step;
+    HKV_FOR(p, job->n_pages, team)
+        if (dir->page_saved[p].step == step) hkv_plan_detach(job, p);
+    hkv_team_sync(team);
+    HKV_FOR(p, job->n_pages, team) {
+        const hkv_page_state *saved = &dir->page_saved[p];
+        if (saved->step != step) continue;
+        dir->page_block[p] = saved->block;
+        if (saved->is_linked) dir->block_page[saved->block] = p;
+        dir->page_stamp[p] = saved->stamp;
+        dir->page_n_tokens[p] = saved->n_tokens;
+        dir->page_sealed[p] = saved->sealed;
+        dir->page_last_use[p] = saved->last_use;
     }
 }
 
@@ -364,12 +396,13 @@ HKV_INLINE uint32_t hkv_plan_open(const hkv_plan_job *job, const hkv_team *team)
 {
     uint32_t step = *job->directory.step + 1u;
     if (step == 0) step = 1;
-    HKV_FOR (i, HKV_TALLY_COUNT, team) team->shared[i] = 0;
-    HKV_FOR (p, job->n_pages, team) job->directory.page_role[p] = 0;
-    hkv_plan_return_victims(job, team);
+    HKV_FOR(i, HKV_TALLY_COUNT, team) team->shared[i] = 0;
+    HKV_FOR(p, job->n_pages, team) job->directory.page_role[p] = 0;
+    if (*job->directory.step != 0 && !*job->plan.is_appended) hkv_plan_undo(job, team);
     hkv_team_sync(team);
     if (team->lane == 0) {
         *job->directory.step = step;
+        *job->plan.is_appended = 0;
         *job->plan.failure = HKV_OK;
         job->plan.failure_value[0] = HKV_PLAN_OK;
         *job->plan.n_segments = 0;
@@ -378,9 +411,7 @@ HKV_INLINE uint32_t hkv_plan_open(const hkv_plan_job *job, const hkv_team *team)
     return step;
 }
 
-/* ----------------------------------------------------------------------------------------------------- phase 0:
- * segments
- */
+/* ------------------------------------------------------------------------------------------------ phase 0: segments */
 
 HKV_INLINE void hkv_plan_make_row(const hkv_plan_job *job, const hkv_team *team, int32_t r)
 {
@@ -513,7 +544,7 @@ HKV_INLINE void hkv_plan_make_segments(const hkv_plan_job *job, const hkv_team *
 
 HKV_INLINE void hkv_plan_close_segments(const hkv_plan_job *job, const hkv_team *team, uint32_t step)
 {
-    HKV_FOR (s, *job->plan.n_segments, team) {
+    HKV_FOR(s, *job->plan.n_segments, team) {
         hkv_segment *segment = &job->plan.segments[s];
         segment->n_tokens -= segment->offset;
         if (s == 0 || job->plan.segments[s - 1].row != segment->row) job->plan.rows[segment->row].first_segment = s;
@@ -522,9 +553,7 @@ HKV_INLINE void hkv_plan_close_segments(const hkv_plan_job *job, const hkv_team 
     }
 }
 
-/* ------------------------------------------------------------------------------------------------------- phase 1: in
- * use
- */
+/* -------------------------------------------------------------------------------------------------- phase 1: in use */
 
 /* Page of a block when the step began, valid or not; -1 = none. */
 HKV_INLINE int32_t hkv_plan_page(const hkv_plan_job *job, int32_t block)
@@ -563,7 +592,7 @@ HKV_INLINE int32_t hkv_plan_copy_source(const hkv_plan_job *job, int32_t s)
 HKV_INLINE void hkv_plan_mark_used(const hkv_plan_job *job, const hkv_team *team)
 {
     int32_t stride = job->plan.hot_stride, n = job->batch.n_rows * stride;
-    HKV_FOR (i, n, team) {
+    HKV_FOR(i, n, team) {
         const hkv_plan_row *row = &job->plan.rows[i / stride];
         int32_t logical = hkv_plan_row_block(row, i % stride);
         uint32_t bits = HKV_PAGE_VALID;
@@ -571,16 +600,14 @@ HKV_INLINE void hkv_plan_mark_used(const hkv_plan_job *job, const hkv_team *team
         if (row->first_segment >= 0) bits |= HKV_PAGE_USED;
         hkv_plan_touch(job, hkv_plan_table_entry(job, i / stride, logical), bits);
     }
-    HKV_FOR (s, *job->plan.n_segments, team) {
+    HKV_FOR(s, *job->plan.n_segments, team) {
         int32_t source = hkv_plan_copy_source(job, s);
         hkv_plan_touch(job, job->plan.segments[s].block, HKV_PAGE_VALID | HKV_PAGE_USED | HKV_PAGE_WRITTEN);
         if (source) hkv_plan_touch(job, source, HKV_PAGE_VALID | HKV_PAGE_USED | HKV_PAGE_SOURCE);
     }
 }
 
-/* --------------------------------------------------------------------------------------- phase 2: what each segment
- * needs
- */
+/* --------------------------------------------------------------------------------- phase 2: what each segment needs */
 
 /* Tokens 0 .. offset-1 come from `block`: from its valid page, else from its record. */
 HKV_INLINE void hkv_plan_restore_from(const hkv_plan_job *job, hkv_segment *segment, int32_t block)
@@ -646,9 +673,7 @@ HKV_INLINE void hkv_plan_classify_rows(const hkv_plan_job *job, int32_t s)
     segment->stamp = 0;
 }
 
-/* ------------------------------------------------------------------------------------------- phases 3 and 4: pages,
- * claims
- */
+/* ------------------------------------------------------------------------------------ phases 3 and 4: pages, claims */
 
 /* Give new stamps and list the claims, both in segment order. Returns the number of claims. */
 HKV_INLINE int32_t hkv_plan_number_segments(const hkv_plan_job *job, const hkv_team *team, uint32_t *next_stamp)
@@ -698,7 +723,7 @@ HKV_INLINE int32_t hkv_plan_take_free(const hkv_plan_job *job, const hkv_team *t
 HKV_INLINE void hkv_plan_free_stale(const hkv_plan_job *job, const hkv_team *team)
 {
     const hkv_directory *dir = &job->directory;
-    HKV_FOR (p, job->n_pages, team) {
+    HKV_FOR(p, job->n_pages, team) {
         int32_t block = dir->page_block[p];
         if (block < 0 || (dir->page_role[p] & HKV_PAGE_VALID)) continue;
         if (dir->block_page[block] != p || hkv_plan_header(job, block)->stamp != dir->page_stamp[p])
@@ -706,17 +731,15 @@ HKV_INLINE void hkv_plan_free_stale(const hkv_plan_job *job, const hkv_team *tea
     }
 }
 
-/* Sort the pages into the classes of victims. A sealed page counts as sealed once the record is really written: a step
- * that was given up seals nothing. */
+/* Sort the pages into the classes of victims. */
 HKV_INLINE void hkv_plan_find_victims(const hkv_plan_job *job, const hkv_team *team)
 {
     const hkv_directory *dir = &job->directory;
-    HKV_FOR (p, job->n_pages, team) {
+    HKV_FOR(p, job->n_pages, team) {
         uint32_t role = dir->page_role[p];
         int32_t sealed;
         if (hkv_plan_page_is_free(job, p) || (role & (HKV_PAGE_WRITTEN | HKV_PAGE_SOURCE))) continue;
-        sealed = dir->page_sealed[p] && hkv_header_n_tokens(hkv_plan_header(job, dir->page_block[p]),
-                                                            job->block_tokens) >= dir->page_n_tokens[p];
+        sealed = dir->page_sealed[p];
         if (!(role & HKV_PAGE_USED)) {
             dir->page_role[p] |= sealed ? HKV_PAGE_VICTIM_A : HKV_PAGE_VICTIM_B;
             if (sealed) hkv_team_add(&team->shared[HKV_TALLY_VICTIMS_A], 1);
@@ -732,7 +755,7 @@ HKV_INLINE void hkv_plan_exclude_tables(const hkv_plan_job *job, const hkv_team 
 {
     hkv_plan_walk_tables(job, team, 0);
     hkv_team_sync(team);
-    HKV_FOR (p, job->n_pages, team) {
+    HKV_FOR(p, job->n_pages, team) {
         if (!(job->directory.page_role[p] & HKV_PAGE_VICTIM_B)) continue;
         if (job->directory.page_role[p] & HKV_PAGE_IN_TABLE)
             job->directory.page_role[p] &= ~(uint32_t)HKV_PAGE_VICTIM_B;
@@ -770,7 +793,7 @@ HKV_INLINE void hkv_plan_take_victims(const hkv_plan_job *job, const hkv_team *t
 {
     const hkv_directory *dir = &job->directory;
     int32_t n_wanted = n_claims - n_free, n_sealed = team->shared[HKV_TALLY_VICTIMS_A];
-    HKV_FOR (p, job->n_pages, team) {
+    HKV_FOR(p, job->n_pages, team) {
         int32_t victim_class = hkv_plan_victim_class(dir->page_role[p]);
         int32_t rank = victim_class < 3 ? hkv_plan_victim_rank(job, step, p, n_wanted) : n_wanted;
         if (rank >= n_wanted) continue;
@@ -812,36 +835,28 @@ HKV_INLINE void hkv_plan_claim_pages(const hkv_plan_job *job, const hkv_team *te
         hkv_plan_fail(job, team, HKV_PLAN_NO_PAGE, 0, n_claims, job->n_pages);
 }
 
-/* ---------------------------------------------------------------------------------------------------- phase 5: new
- * state
- */
+/* ----------------------------------------------------------------------------------------------- phase 5: new state */
 
-HKV_INLINE void hkv_plan_detach(const hkv_plan_job *job, int32_t page)
-{
-    const hkv_directory *dir = &job->directory;
-    int32_t block = dir->page_block[page];
-    if (block >= 0 && dir->block_page[block] == page) dir->block_page[block] = -1;
-    dir->page_block[page] = -1;
-}
-
-/* Pages that were freed or lost their block let go of it, before any block gets a new page. */
+/* Pages that were freed or lost their block let go of it, before any block gets a new page. All are saved first. */
 HKV_INLINE void hkv_plan_release_pages(const hkv_plan_job *job, const hkv_team *team, uint32_t step, int32_t n_claims)
 {
     const hkv_directory *dir = &job->directory;
-    HKV_FOR (p, job->n_pages, team) {
-        if (dir->page_role[p] & HKV_PAGE_FREED)
-            hkv_plan_detach(job, p);
-        else if (dir->page_role[p] & HKV_PAGE_USED)
-            dir->page_last_use[p] = step;
-    }
+    const hkv_plan *plan = &job->plan;
+    HKV_FOR(p, job->n_pages, team)
+        if (dir->page_role[p] & (HKV_PAGE_FREED | HKV_PAGE_WRITTEN)) hkv_plan_save_page(job, step, p);
+    HKV_FOR(i, n_claims, team) hkv_plan_save_page(job, step, plan->segments[plan->claims[i]].page);
     hkv_team_sync(team);
-    HKV_FOR (i, n_claims, team) hkv_plan_detach(job, job->plan.segments[job->plan.claims[i]].page);
+    HKV_FOR(p, job->n_pages, team) {
+        if (dir->page_role[p] & HKV_PAGE_USED) dir->page_last_use[p] = step;
+        if (dir->page_role[p] & HKV_PAGE_FREED) hkv_plan_detach(job, p);
+    }
+    HKV_FOR(i, n_claims, team) hkv_plan_detach(job, plan->segments[plan->claims[i]].page);
 }
 
 HKV_INLINE void hkv_plan_write_directory(const hkv_plan_job *job, const hkv_team *team, uint32_t step)
 {
     const hkv_directory *dir = &job->directory;
-    HKV_FOR (s, *job->plan.n_segments, team) {
+    HKV_FOR(s, *job->plan.n_segments, team) {
         const hkv_segment *segment = &job->plan.segments[s];
         int32_t page = segment->page;
         dir->block_page[segment->block] = page; /* -1: direct */
@@ -855,15 +870,13 @@ HKV_INLINE void hkv_plan_write_directory(const hkv_plan_job *job, const hkv_team
     }
 }
 
-/* ---------------------------------------------------------------------------------------- phase 6: what each row reads
- * hot
- */
+/* --------------------------------------------------------------------------------- phase 6: what each row reads hot */
 
 HKV_INLINE void hkv_plan_make_hot_pages(const hkv_plan_job *job, const hkv_team *team)
 {
     const hkv_directory *dir = &job->directory;
     int32_t stride = job->plan.hot_stride, n = job->batch.n_rows * stride;
-    HKV_FOR (i, n, team) {
+    HKV_FOR(i, n, team) {
         const hkv_plan_row *row = &job->plan.rows[i / stride];
         int32_t logical = hkv_plan_row_block(row, i % stride), page = -1;
         if (logical >= 0) {
@@ -877,13 +890,11 @@ HKV_INLINE void hkv_plan_make_hot_pages(const hkv_plan_job *job, const hkv_team 
     }
 }
 
-/* -------------------------------------------------------------------------------------------------------------- the
- * step
- */
+/* --------------------------------------------------------------------------------------------------------- the step */
 
 HKV_INLINE void hkv_plan_tally_segments(const hkv_plan_job *job, const hkv_team *team)
 {
-    HKV_FOR (s, *job->plan.n_segments, team) {
+    HKV_FOR(s, *job->plan.n_segments, team) {
         const hkv_segment *segment = &job->plan.segments[s];
         hkv_team_add(&team->shared[HKV_TALLY_TOKENS], segment->n_tokens);
         hkv_team_add(&team->shared[HKV_TALLY_SEALED], segment->seal);
@@ -911,7 +922,7 @@ HKV_INLINE void hkv_plan_count(const hkv_plan_job *job, const hkv_team *team, in
 /* A refused step leaves an empty plan, under which every row is padding. */
 HKV_INLINE void hkv_plan_clear(const hkv_plan_job *job, const hkv_team *team)
 {
-    HKV_FOR (r, job->batch.n_rows, team) {
+    HKV_FOR(r, job->batch.n_rows, team) {
         hkv_plan_row *row = &job->plan.rows[r];
         row->n_new = row->length = row->window_first = row->n_window = row->n_sinks = 0;
         row->first_segment = -1;
@@ -922,7 +933,7 @@ HKV_INLINE void hkv_plan_clear(const hkv_plan_job *job, const hkv_team *team)
 /* Phase 0 with all its checks. */
 HKV_INLINE int32_t hkv_plan_read_batch(const hkv_plan_job *job, const hkv_team *team, uint32_t step)
 {
-    HKV_FOR (r, job->batch.n_rows, team) hkv_plan_make_row(job, team, r);
+    HKV_FOR(r, job->batch.n_rows, team) hkv_plan_make_row(job, team, r);
     if (hkv_plan_failed(team)) return 0;
     hkv_plan_walk_tables(job, team, 1);
     if (hkv_plan_failed(team)) return 0;
@@ -946,7 +957,7 @@ HKV_INLINE void hkv_plan_step(const hkv_plan_job *job, const hkv_team *team)
     if (job->is_quantized) {
         hkv_plan_mark_used(job, team); /* phase 1 */
         hkv_team_sync(team);
-        HKV_FOR (s, *job->plan.n_segments, team) hkv_plan_classify(job, s); /* phase 2 */
+        HKV_FOR(s, *job->plan.n_segments, team) hkv_plan_classify(job, s); /* phase 2 */
         hkv_team_sync(team);
         n_claims = hkv_plan_number_segments(job, team, &next_stamp);
         hkv_team_sync(team);
@@ -960,7 +971,7 @@ HKV_INLINE void hkv_plan_step(const hkv_plan_job *job, const hkv_team *team)
         hkv_plan_write_directory(job, team, step);
         if (team->lane == 0) *job->directory.next_stamp = next_stamp;
     } else {
-        HKV_FOR (s, *job->plan.n_segments, team) hkv_plan_classify_rows(job, s);
+        HKV_FOR(s, *job->plan.n_segments, team) hkv_plan_classify_rows(job, s);
     }
     hkv_team_sync(team);
     hkv_plan_make_hot_pages(job, team); /* phase 6 */

@@ -179,6 +179,7 @@ static void carve_tables(carver *c, hkv_group *g)
     CARVE(dir->page_sealed, g->n_hot_pages);
     CARVE(dir->page_last_use, g->n_hot_pages);
     CARVE(dir->page_role, g->n_hot_pages);
+    CARVE(dir->page_saved, g->n_hot_pages);
     CARVE(dir->next_stamp, 1);
     CARVE(dir->step, 1);
     CARVE(plan->rows, g->max_rows);
@@ -188,6 +189,7 @@ static void carve_tables(carver *c, hkv_group *g)
     CARVE(plan->hot_pages, (size_t)g->max_rows * (size_t)plan->hot_stride);
     CARVE(plan->n_segments, 1);
     CARVE(plan->n_victims, 1);
+    CARVE(plan->is_appended, 1);
     CARVE(plan->failure, 1);
     CARVE(plan->failure_value, 4);
     CARVE(g->counters, 1);

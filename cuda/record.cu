@@ -381,6 +381,7 @@ __global__ void __launch_bounds__(kThreads)
     wait_for_predecessor();
     let_successor_start();
     if (static_cast<int>(blockIdx.x) >= *plan.n_segments) return;
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0 && plan.is_appended) *plan.is_appended = 1;
     const hkv_format &f = layer.format;
     const hkv_segment segment = plan.segments[blockIdx.x];
     const int head = blockIdx.y;
