@@ -1,7 +1,6 @@
 /* cpu_avx2.h - what the files of the AVX2 path share: planes and parameters of a record, elements of rows.
  *
- * Like the AVX-512 path, every function carries its target as an attribute, so that nothing else in the library can
- * pick up an instruction that the machine may lack.
+ * Functions carry their target as an attribute, so that the files compile with whatever flags.
  */
 #ifndef HKV_CPU_AVX2_H
 #define HKV_CPU_AVX2_H
