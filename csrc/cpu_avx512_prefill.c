@@ -170,11 +170,11 @@ HKV_AVX512_INLINE void tile_load(word_kind word, const hkv_format *f, const hkv_
     for (int32_t t = 0; t < n; t++) {
         for (int32_t is_v = 0; is_v < 2; is_v++) {
             uint8_t *row = rows->buffer[is_v][t];
-            const uint8_t *src = is_v ? rows->v + t * rows->v_stride_bytes : rows->k + t * rows->k_stride_bytes;
-            if (source->kind == HKV_SOURCE_PAGE) {
-                src = halves[is_v];
+            const uint8_t *src = halves[is_v];
+            if (source->kind == HKV_SOURCE_PAGE)
                 row_from_page(f, source->data, first + t, is_v, f->dtype == HKV_F16 ? halves[is_v] : row);
-            }
+            else
+                src = is_v ? rows->v + t * rows->v_stride_bytes : rows->k + t * rows->k_stride_bytes;
             if (f->dtype == HKV_F16) row_from_f16(src, f->head_dim, row);
         }
     }
