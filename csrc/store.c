@@ -218,16 +218,15 @@ static hkv_status measure(const hkv_backend *backend, hkv_group *g, store_sizes 
     return HKV_OK;
 }
 
-/* Every allocation rounded up to the strictest alignment: what an arena needs that hands them out one by one. */
+/* As an arena hands them out: one after the other, all but the first and last at HKV_HOT_ALIGN. */
 static bool add_up(const store_sizes *sizes, size_t *total)
 {
-    const size_t each[] = {sizes->host, sizes->hot, sizes->tables, sizes->workspace, sizes->state};
+    const size_t each[] = {sizes->host, sizes->hot, sizes->tables, sizes->workspace};
     *total = 0;
-    for (size_t i = 0; i < sizeof each / sizeof each[0]; i++) {
-        size_t n_bytes;
-        if (!hkv_size_align(each[i], HKV_HOT_ALIGN, &n_bytes) || !hkv_size_add(*total, n_bytes, total)) return false;
-    }
-    return true;
+    for (size_t i = 0; i < sizeof each / sizeof each[0]; i++)
+        if (!hkv_size_align(*total, each[i] ? HKV_HOT_ALIGN : 1, total) || !hkv_size_add(*total, each[i], total))
+            return false;
+    return hkv_size_align(*total, _Alignof(max_align_t), total) && hkv_size_add(*total, sizes->state, total);
 }
 
 hkv_status hkv_store_page_bytes(const hkv_config *config, int32_t head_dim, hkv_dtype dtype, size_t *record_bytes,
