@@ -33,6 +33,10 @@ static int number_from_object(hkv_py_state *state, const char *name, PyObject *v
     if (kind == 'f' && (PyBool_Check(value) || (!is_real && !PyIndex_Check(value))))
         return fail_field(state, name, "a real number", value);
     PyObject *real = PyNumber_Float(value);
+    if (!real && PyErr_ExceptionMatches(PyExc_OverflowError)) {
+        PyErr_Clear();
+        return fail_field(state, name, "a number of at most 64 bits", value);
+    }
     if (!real) return -1;
     *number = PyFloat_AS_DOUBLE(real);
     Py_DECREF(real);

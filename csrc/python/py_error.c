@@ -110,6 +110,7 @@ static const char *python_name_of(const char *name)
         {"logits_soft_cap", "soft_cap"},  {"sink_logits", "sinks"},
         {"n_threads", "num_threads"},     {"gpu_name", "name"},
     };
+    if (strncmp(name, "model.", 6) == 0) name += 6; /* a struct there, keywords here */
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (strcmp(name, names[i][0]) == 0) return names[i][1];
     return name;
