@@ -27,7 +27,7 @@ static int import_floats(hkv_py_state *state, PyObject *obj, const char *argumen
         hkv_py_tensor_check_layout(state, t, writable) < 0)
         return -1;
     int64_t compact = 1;
-    for (int32_t i = ndim - 1; i >= 0; i--) {
+    for (int32_t i = ndim - 1; i >= 0 && compact > 0; i--) {
         if (t->shape[i] > 1 && t->strides[i] != compact)
             return hkv_py_fail(state, HKV_ERR_ARGUMENT, argument, "must be contiguous, got stride %lld in dimension %d",
                                (long long)t->strides[i], (int)i);
