@@ -1,4 +1,5 @@
-/* cpu_avx512.h - what the files of the AVX-512 path share.
+/* cpu_avx512.h - what the files of the AVX-512 path share. They are compiled for AVX-512 F, BW, VL, DQ, VBMI, VBMI2,
+ * VNNI and BF16; nothing in them runs before `supported` has said yes.
  */
 #ifndef HKV_CPU_AVX512_H
 #define HKV_CPU_AVX512_H
@@ -9,9 +10,7 @@
 
 #include "cpu_kernels.h"
 
-#define HKV_AVX512                                                                                                     \
-    __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512vnni,avx512bf16,avx2,fma,f16c,bmi2")))
-#define HKV_AVX512_INLINE HKV_AVX512 static inline __attribute__((always_inline))
+#define HKV_AVX512_INLINE static inline __attribute__((always_inline))
 
 /* cpu_avx512_decode.c */
 void hkv_avx512_decode(const hkv_cpu_query *query, const hkv_cpu_source *sources, int32_t n_sources,

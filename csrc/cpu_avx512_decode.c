@@ -25,66 +25,69 @@ enum {
 typedef struct row_block {
     const hkv_cpu_query *query;
     int32_t first_row, n_rows;
-    const float *q; /* [n_rows, DP] */
+    const float *q;                /* [n_rows, DP] */
+    int64_t first[HKV_BLOCK_ROWS]; /* positions that a row sees: first .. last */
+    int64_t last[HKV_BLOCK_ROWS];
 } row_block;
 
 static row_block row_block_at(const hkv_cpu_query *query, int32_t first_row)
 {
     int32_t left = query->n_rows - first_row;
-    row_block rows = {query, first_row, left < HKV_BLOCK_ROWS ? left : HKV_BLOCK_ROWS,
-                      query->q + (size_t)first_row * (size_t)query->format->stored_dim};
+    row_block rows = {.query = query,
+                      .first_row = first_row,
+                      .n_rows = left < HKV_BLOCK_ROWS ? left : HKV_BLOCK_ROWS,
+                      .q = query->q + (size_t)first_row * (size_t)query->format->stored_dim};
+    for (int32_t i = 0; i < rows.n_rows; i++) {
+        rows.last[i] = query->first_position + (first_row + i) / query->group;
+        rows.first[i] = query->window_tokens > 0 ? rows.last[i] - query->window_tokens + 1 : INT64_MIN;
+    }
     return rows;
 }
 
-/* Running or partial softmax of the rows. */
+/* Tokens [*lo, *hi) of n that start at first_position are visible to row i. */
+static void visible_tokens(const row_block *rows, int32_t i, int64_t first_position, int32_t n, int32_t *lo,
+                           int32_t *hi)
+{
+    *hi = rows->last[i] >= first_position + n ? n
+          : rows->last[i] < first_position    ? 0
+                                              : (int32_t)(rows->last[i] - first_position) + 1;
+    *lo = rows->first[i] <= first_position         ? 0
+          : rows->first[i] >= first_position + *hi ? *hi
+                                                   : (int32_t)(rows->first[i] - first_position);
+}
+
+/* Running or partial softmax of the rows: a lane each, the others empty. */
 typedef struct row_sums {
-    float max[HKV_BLOCK_ROWS], sum[HKV_BLOCK_ROWS];
+    __m128 max, sum;
 } row_sums;
 
-static row_sums row_sums_empty(void)
+HKV_AVX512_INLINE row_sums row_sums_empty(void)
 {
-    row_sums empty;
-    for (int32_t i = 0; i < HKV_BLOCK_ROWS; i++) {
-        empty.max[i] = -INFINITY;
-        empty.sum[i] = 0.0f;
-    }
+    row_sums empty = {_mm_set1_ps(-INFINITY), _mm_setzero_ps()};
     return empty;
 }
 
-/* exp, or log, of four numbers. */
-HKV_AVX512 static void exp_rows(const float x[HKV_BLOCK_ROWS], float y[HKV_BLOCK_ROWS])
+HKV_AVX512_INLINE __mmask8 lanes_of_rows(int32_t n_rows)
 {
-    __m512 e = hkv_avx512_exp(_mm512_castps128_ps512(_mm_loadu_ps(x)));
-    _mm_storeu_ps(y, _mm512_castps512_ps128(e));
+    return (__mmask8)((1u << n_rows) - 1u);
+}
+
+HKV_AVX512_INLINE __m128 exp_rows(__m128 x)
+{
+    return _mm512_castps512_ps128(hkv_avx512_exp(_mm512_castps128_ps512(x)));
 }
 
 /* max + log(sum), -inf where the sum is 0. */
-HKV_AVX512 static void lse_rows(const row_sums *sums, float lse[HKV_BLOCK_ROWS])
+HKV_AVX512_INLINE __m128 lse_rows(const row_sums *sums)
 {
-    __m512 sum = _mm512_castps128_ps512(_mm_loadu_ps(sums->sum)), log_sum = hkv_avx512_log(sum);
-    _mm_storeu_ps(lse, _mm_add_ps(_mm_loadu_ps(sums->max), _mm512_castps512_ps128(log_sum)));
-    for (int32_t i = 0; i < HKV_BLOCK_ROWS; i++)
-        if (sums->sum[i] == 0.0f) lse[i] = -INFINITY;
+    __m128 log_sum = _mm512_castps512_ps128(hkv_avx512_log(_mm512_castps128_ps512(sums->sum)));
+    __mmask8 is_empty = _mm_cmp_ps_mask(sums->sum, _mm_setzero_ps(), _CMP_EQ_OQ);
+    return _mm_mask_mov_ps(_mm_add_ps(sums->max, log_sum), is_empty, _mm_set1_ps(-INFINITY));
 }
 
-/* Tokens [*lo, *hi) of n that start at first_position are visible to a query row. */
-static void visible_tokens(const hkv_cpu_query *query, int32_t row, int64_t first_position, int32_t n, int32_t *lo,
-                           int32_t *hi)
+static void keep_lse(const row_block *rows, const row_sums *sums, float *source_lse)
 {
-    int64_t own = query->first_position + row / query->group;
-    int64_t end = own + 1 - first_position;
-    int64_t start = query->window_tokens > 0 ? end - query->window_tokens : 0;
-    *hi = end < 0 ? 0 : end < n ? (int32_t)end : n;
-    *lo = start < 0 ? 0 : start < *hi ? (int32_t)start : *hi;
-}
-
-/* Is any of a source's tokens visible to any row? */
-static int32_t source_is_visible(const hkv_cpu_query *query, const hkv_cpu_source *source)
-{
-    int64_t first = query->first_position, last = first + query->n_rows / query->group - 1;
-    int64_t hidden = query->window_tokens > 0 ? first - query->window_tokens : -1;
-    return source->n_tokens > 0 && source->first_position <= last &&
-           source->first_position + source->n_tokens - 1 > hidden;
+    if (source_lse) _mm_mask_storeu_ps(source_lse + rows->first_row, lanes_of_rows(rows->n_rows), lse_rows(sums));
 }
 
 HKV_AVX512_INLINE __mmask16 lanes_between(int32_t lo, int32_t hi)
@@ -94,32 +97,49 @@ HKV_AVX512_INLINE __mmask16 lanes_between(int32_t lo, int32_t hi)
     return (__mmask16)(below_hi & ~below_lo);
 }
 
-/* In place, q . k of one row to scores, -inf for what it does not see; 16 * n_tiles of them. Returns their maximum. */
-HKV_AVX512_INLINE float scores_make(const hkv_cpu_query *query, int32_t lo, int32_t hi, int32_t n_tiles, float *scores)
+/* Scores of n tokens from first_position on, [n_rows, stride], in place: soft cap, and -inf for what a row does not
+ * see, up to a multiple of 16. Returns the rows' maxima. */
+HKV_AVX512_INLINE __m128 scores_finish(int32_t n_rows, const row_block *rows, int64_t first_position, int32_t n,
+                                       size_t stride, float *scores)
 {
-    const __m512 hidden = _mm512_set1_ps(-INFINITY), scale = _mm512_set1_ps(query->softmax_scale);
-    __m512 max = hidden;
-    for (int32_t tile = 0; tile < n_tiles; tile++) {
-        __m512 score = _mm512_mul_ps(_mm512_loadu_ps(scores + 16 * tile), scale);
-        if (query->logits_soft_cap > 0.0f) score = hkv_avx512_soft_cap(score, query->logits_soft_cap);
-        score = _mm512_mask_mov_ps(hidden, lanes_between(lo - 16 * tile, hi - 16 * tile), score);
-        max = _mm512_max_ps(max, score);
-        _mm512_storeu_ps(scores + 16 * tile, score);
+    const __m512 hidden = _mm512_set1_ps(-INFINITY);
+    const float cap = rows->query->logits_soft_cap;
+    __m512 max[HKV_BLOCK_ROWS];
+    for (int32_t i = 0; i < n_rows; i++) {
+        float *row = scores + (size_t)i * stride;
+        int32_t lo, hi, n_plain = 0;
+        visible_tokens(rows, i, first_position, n, &lo, &hi);
+        max[i] = hidden;
+        if (cap == 0.0f && lo == 0)
+            for (; n_plain + 16 <= hi; n_plain += 16) max[i] = _mm512_max_ps(max[i], _mm512_loadu_ps(row + n_plain));
+        for (int32_t t = n_plain; t < n; t += 16) {
+            __m512 score = _mm512_loadu_ps(row + t);
+            if (cap > 0.0f) score = hkv_avx512_soft_cap(score, cap);
+            score = _mm512_mask_mov_ps(hidden, lanes_between(lo - t, hi - t), score);
+            max[i] = _mm512_max_ps(max[i], score);
+            _mm512_storeu_ps(row + t, score);
+        }
     }
-    return _mm512_reduce_max_ps(max);
+    return _mm_mask_mov_ps(_mm_set1_ps(-INFINITY), lanes_of_rows(n_rows), hkv_reduce_rows_max(n_rows, max));
 }
 
-/* In place, scores to exp(score - reference); the reference is -inf where all scores are. Returns their sum. */
-HKV_AVX512_INLINE float weights_make(float reference, int32_t n_tiles, float *scores)
+/* In place, scores to exp(score - reference); a reference is -inf only where all scores are. Returns the rows' sums. */
+HKV_AVX512_INLINE __m128 weights_make(int32_t n_rows, __m128 reference, int32_t n, size_t stride, float *scores)
 {
-    __m512 sum = _mm512_setzero_ps();
-    if (reference == -INFINITY) reference = 0.0f;
-    for (int32_t tile = 0; tile < n_tiles; tile++) {
-        __m512 weight = hkv_avx512_exp(_mm512_sub_ps(_mm512_loadu_ps(scores + 16 * tile), _mm512_set1_ps(reference)));
-        sum = _mm512_add_ps(sum, weight);
-        _mm512_storeu_ps(scores + 16 * tile, weight);
+    float references[HKV_BLOCK_ROWS];
+    __m512 sum[HKV_BLOCK_ROWS];
+    _mm_storeu_ps(references,
+                  _mm_maskz_mov_ps(_mm_cmp_ps_mask(reference, _mm_set1_ps(-INFINITY), _CMP_NEQ_UQ), reference));
+    for (int32_t i = 0; i < n_rows; i++) {
+        float *row = scores + (size_t)i * stride;
+        sum[i] = _mm512_setzero_ps();
+        for (int32_t t = 0; t < n; t += 16) {
+            __m512 weight = hkv_avx512_exp(_mm512_sub_ps(_mm512_loadu_ps(row + t), _mm512_set1_ps(references[i])));
+            sum[i] = _mm512_add_ps(sum[i], weight);
+            _mm512_storeu_ps(row + t, weight);
+        }
     }
-    return _mm512_reduce_add_ps(sum);
+    return _mm_maskz_mov_ps(lanes_of_rows(n_rows), hkv_reduce_rows_add(n_rows, sum));
 }
 
 /* ---------------------------------------------------------------------------------------- record kernels, by shape */
@@ -139,18 +159,13 @@ HKV_AVX512_INLINE void record_weigh(const hkv_record_shape shape, const row_bloc
                                     const uint8_t *ahead, float *weights, row_sums *part)
 {
     const hkv_format *f = rows->query->format;
-    int32_t n_tiles = tiles_of(source->n_tokens);
     hkv_key_side side;
     prefetch_bytes(ahead + f->k_params_offset, f->k_high_offset - f->k_params_offset);
-    hkv_key_side_make(shape, f, source->data, rows->q, &side);
-    hkv_record_dots(shape, f, source->data, &side, n_tiles, ahead, weights);
-    for (int32_t i = 0; i < shape.n_rows; i++) {
-        float *row = weights + (size_t)i * (size_t)f->stored_tokens;
-        int32_t lo, hi;
-        visible_tokens(rows->query, rows->first_row + i, source->first_position, source->n_tokens, &lo, &hi);
-        part->max[i] = scores_make(rows->query, lo, hi, n_tiles, row);
-        part->sum[i] = weights_make(part->max[i], n_tiles, row);
-    }
+    hkv_key_side_make(shape, f, source->data, rows->q, rows->query->softmax_scale, &side);
+    hkv_record_dots(shape, f, source->data, &side, tiles_of(source->n_tokens), ahead, weights);
+    part->max =
+        scores_finish(shape.n_rows, rows, source->first_position, source->n_tokens, (size_t)f->stored_tokens, weights);
+    part->sum = weights_make(shape.n_rows, part->max, source->n_tokens, (size_t)f->stored_tokens, weights);
 }
 
 /* sums += factor[row] * weights . v */
@@ -172,8 +187,8 @@ typedef struct record_kernels {
 } record_kernels;
 
 #define RECORD_KERNELS(name, rows_n, groups, half)                                                                     \
-    HKV_AVX512 static void weigh_##name(const row_block *rows, const hkv_cpu_source *source, int32_t with_low,         \
-                                        const uint8_t *ahead, float *weights, row_sums *part)                          \
+    static void weigh_##name(const row_block *rows, const hkv_cpu_source *source, int32_t with_low,                    \
+                             const uint8_t *ahead, float *weights, row_sums *part)                                     \
     {                                                                                                                  \
         const hkv_format *f = rows->query->format;                                                                     \
         (void)f;                                                                                                       \
@@ -182,9 +197,8 @@ typedef struct record_kernels {
         else                                                                                                           \
             record_weigh((hkv_record_shape){rows_n, groups, half, 0}, rows, source, ahead, weights, part);             \
     }                                                                                                                  \
-    HKV_AVX512 static void add_##name(const hkv_format *f, const hkv_cpu_source *source, int32_t with_low,             \
-                                      const float *weights, const float *factor, const uint8_t *ahead,                 \
-                                      hkv_value_sums *sums)                                                            \
+    static void add_##name(const hkv_format *f, const hkv_cpu_source *source, int32_t with_low, const float *weights,  \
+                           const float *factor, const uint8_t *ahead, hkv_value_sums *sums)                            \
     {                                                                                                                  \
         if (with_low)                                                                                                  \
             record_add((hkv_record_shape){rows_n, groups, half, 1}, f, source, weights, factor, ahead, sums);          \
@@ -226,7 +240,7 @@ static void value_sums_clear(const row_block *rows, hkv_value_sums *sums)
     }
 }
 
-HKV_AVX512 static void value_sums_scale(const hkv_format *f, int32_t row, float factor, hkv_value_sums *sums)
+static void value_sums_scale(const hkv_format *f, int32_t row, float factor, hkv_value_sums *sums)
 {
     __m512 *words = sums->words[row][0][0];
     for (int32_t i = 0; i < (f->stored_dim + 63) / 64 * 16; i++)
@@ -234,28 +248,37 @@ HKV_AVX512 static void value_sums_scale(const hkv_format *f, int32_t row, float 
     for (int32_t vg = 0; vg < HKV_MAX_VALUE_GROUPS; vg++) sums->base[row][vg] *= factor;
 }
 
+/* Let the running maxima follow where they lag too far behind. */
+static void running_follow(const row_block *rows, __mmask8 lagging, const row_sums *part, row_sums *running,
+                           hkv_value_sums *sums)
+{
+    float scale[HKV_BLOCK_ROWS];
+    __m128 kept = _mm_maskz_mov_ps(_mm_cmp_ps_mask(running->sum, _mm_setzero_ps(), _CMP_NEQ_UQ),
+                                   exp_rows(_mm_sub_ps(running->max, part->max)));
+    _mm_storeu_ps(scale, kept);
+    for (int32_t i = 0; i < rows->n_rows; i++)
+        if (lagging >> i & 1) value_sums_scale(rows->query->format, i, scale[i], sums);
+    running->sum = _mm_mask_mul_ps(running->sum, lagging, running->sum, kept);
+    running->max = _mm_mask_mov_ps(running->max, lagging, part->max);
+}
+
 /* Take a record's part into the running softmax; factor [n_rows] is what its weights count. */
 static void running_update(const row_block *rows, const row_sums *part, row_sums *running, hkv_value_sums *sums,
-                           float *factor)
+                           float factor[HKV_BLOCK_ROWS])
 {
-    float distance[HKV_BLOCK_ROWS] = {0};
-    for (int32_t i = 0; i < rows->n_rows; i++) {
-        if (part->max[i] > running->max[i] + LAZY_MAX || running->max[i] == -INFINITY) {
-            float scale = running->max[i] == -INFINITY ? 0.0f : expf(running->max[i] - part->max[i]);
-            if (scale > 0.0f) value_sums_scale(rows->query->format, i, scale, sums);
-            if (scale == 0.0f && running->sum[i] > 0.0f) value_sums_scale(rows->query->format, i, 0.0f, sums);
-            running->sum[i] *= scale;
-            running->max[i] = part->max[i];
-        }
-        distance[i] = part->max[i] == -INFINITY ? -INFINITY : part->max[i] - running->max[i];
-    }
-    exp_rows(distance, factor);
-    for (int32_t i = 0; i < rows->n_rows; i++) running->sum[i] += factor[i] * part->sum[i];
+    __mmask8 is_there = _mm_cmp_ps_mask(part->max, _mm_set1_ps(-INFINITY), _CMP_NEQ_UQ);
+    __mmask8 lagging =
+        _mm_mask_cmp_ps_mask(is_there, part->max, _mm_add_ps(running->max, _mm_set1_ps(LAZY_MAX)), _CMP_GT_OQ);
+    __m128 count;
+    if (lagging) running_follow(rows, lagging, part, running, sums);
+    count = _mm_maskz_mov_ps(is_there, exp_rows(_mm_sub_ps(part->max, running->max)));
+    running->sum = _mm_fmadd_ps(count, part->sum, running->sum);
+    _mm_storeu_ps(factor, count);
 }
 
 /* Merge sums relative to `running` into row `row` of the state: acc [DP]. */
-HKV_AVX512 static void state_merge_row(const hkv_cpu_query *query, hkv_cpu_state *state, int32_t row, float max,
-                                       float sum, const float *acc)
+static void state_merge_row(const hkv_cpu_query *query, hkv_cpu_state *state, int32_t row, float max, float sum,
+                            const float *acc)
 {
     int32_t stored_dim = query->format->stored_dim;
     float *dst = state->acc + (size_t)row * (size_t)stored_dim;
@@ -272,7 +295,7 @@ HKV_AVX512 static void state_merge_row(const hkv_cpu_query *query, hkv_cpu_state
 }
 
 /* Words of one row summed over their columns, as DP channels. */
-HKV_AVX512 static void value_sums_row(const hkv_format *f, const hkv_value_sums *sums, int32_t row, float *acc)
+static void value_sums_row(const hkv_format *f, const hkv_value_sums *sums, int32_t row, float *acc)
 {
     for (int32_t g = 0; g < (f->stored_dim + 63) / 64; g++) {
         float base = sums->base[row][g / 2];
@@ -290,10 +313,12 @@ HKV_AVX512 static void value_sums_row(const hkv_format *f, const hkv_value_sums 
 static void value_sums_merge(const row_block *rows, const row_sums *running, const hkv_value_sums *sums,
                              hkv_cpu_state *state)
 {
-    float acc[HKV_MAX_HEAD_DIM];
+    float acc[HKV_MAX_HEAD_DIM], max[HKV_BLOCK_ROWS], sum[HKV_BLOCK_ROWS];
+    _mm_storeu_ps(max, running->max);
+    _mm_storeu_ps(sum, running->sum);
     for (int32_t i = 0; i < rows->n_rows; i++) {
         value_sums_row(rows->query->format, sums, i, acc);
-        state_merge_row(rows->query, state, rows->first_row + i, running->max[i], running->sum[i], acc);
+        state_merge_row(rows->query, state, rows->first_row + i, max[i], sum[i], acc);
     }
 }
 
@@ -321,13 +346,9 @@ static float *kept_weights(const record_batch *batch, int32_t block, int32_t s)
     return batch->kept + kept_idx(batch, block, s) * HKV_BLOCK_ROWS * (size_t)batch->query->format->stored_tokens;
 }
 
-static void keep_lse(const record_batch *batch, const row_block *rows, int32_t s, const row_sums *part)
+static float *batch_lse(const record_batch *batch, int32_t s)
 {
-    float lse[HKV_BLOCK_ROWS];
-    if (!batch->source_lse) return;
-    lse_rows(part, lse);
-    memcpy(batch->source_lse + (size_t)s * (size_t)batch->query->n_rows + (size_t)rows->first_row, lse,
-           (size_t)rows->n_rows * sizeof(float));
+    return batch->source_lse ? batch->source_lse + (size_t)s * (size_t)batch->query->n_rows : NULL;
 }
 
 /* The next record that is read, for prefetching; the record itself if there is none. */
@@ -362,7 +383,7 @@ static void batch_attend(const record_batch *batch, int32_t block, hkv_cpu_state
         } else if (reading != NOT_READ) {
             kernels->weigh(&rows, source, reading != HKV_READ_INT4, ahead, own_weights, &part);
         }
-        keep_lse(batch, &rows, s, &part);
+        keep_lse(&rows, &part, batch_lse(batch, s));
         if (reading == NOT_READ) continue;
         running_update(&rows, &part, &running, &sums, factor);
         kernels->add(f, source, reading == HKV_READ_INT8, weights, factor, ahead, &sums);
@@ -373,7 +394,7 @@ static void batch_attend(const record_batch *batch, int32_t block, hkv_cpu_state
 /* -------------------------------------------------------------------------------------------- progressive reading */
 
 /* Have what was decided on the way to the L2 cache while other records are surveyed. */
-HKV_AVX512 static void prefetch_reading(const hkv_format *f, const uint8_t *record, int32_t reading)
+static void prefetch_reading(const hkv_format *f, const uint8_t *record, int32_t reading)
 {
     size_t end = reading == NOT_READ ? 0 : hkv_record_prefix_bytes(f, (hkv_precision)reading);
     for (size_t i = f->v_params_offset; i < end; i += 64) _mm_prefetch((const char *)(record + i), _MM_HINT_T1);
@@ -398,19 +419,26 @@ static int32_t record_decide(const hkv_format *f, const hkv_cpu_source *source, 
 }
 
 /* Largest share of the record among the block's rows, as the hot part has it; -1 if none sees any of it. */
-static float rows_share(const row_block *rows, const row_sums *part, const float *reference_lse)
+HKV_AVX512_INLINE float rows_share(const row_block *rows, const row_sums *part, const float *reference_lse)
 {
-    float lse[HKV_BLOCK_ROWS], distance[HKV_BLOCK_ROWS] = {0}, shares[HKV_BLOCK_ROWS], share = -1.0f;
-    lse_rows(part, lse);
-    for (int32_t i = 0; i < rows->n_rows; i++) /* capped: only whether it is large counts there */
-        distance[i] = lse[i] == -INFINITY ? -INFINITY : fminf(lse[i] - reference_lse[rows->first_row + i], 80.0f);
-    exp_rows(distance, shares);
-    for (int32_t i = 0; i < rows->n_rows; i++)
-        if (lse[i] > -INFINITY) share = fmaxf(share, shares[i]);
-    return share;
+    __mmask8 is_there = _mm_cmp_ps_mask(part->sum, _mm_setzero_ps(), _CMP_NEQ_UQ);
+    __m128 reference = _mm_maskz_loadu_ps(lanes_of_rows(rows->n_rows), reference_lse + rows->first_row);
+    /* capped: it only matters then that it is large */
+    __m128 distance = _mm_min_ps(_mm_sub_ps(part->max, reference), _mm_set1_ps(80.0f));
+    __m128 share = _mm_mul_ps(part->sum, exp_rows(distance));
+    share = _mm_mask_mov_ps(_mm_set1_ps(-1.0f), is_there, share);
+    share = _mm_max_ps(share, _mm_movehl_ps(share, share));
+    return _mm_cvtss_f32(_mm_max_ss(share, _mm_shuffle_ps(share, share, 1)));
 }
 
-/* Weigh all keys at INT4 and decide. */
+static void survey_decide(record_batch *batch, int32_t s, float share, hkv_cpu_progressive *progressive)
+{
+    const hkv_cpu_source *source = &batch->sources[s];
+    batch->readings[s] = record_decide(batch->query->format, source, share, progressive);
+    prefetch_reading(batch->query->format, source->data, batch->readings[s]);
+}
+
+/* Weigh all keys at INT4 and decide; each record while the next one is weighed, so that nothing waits for its share. */
 static void batch_survey(record_batch *batch, hkv_cpu_progressive *progressive)
 {
     const hkv_format *f = batch->query->format;
@@ -424,17 +452,24 @@ static void batch_survey(record_batch *batch, hkv_cpu_progressive *progressive)
         const row_block rows = row_block_at(batch->query, block * HKV_BLOCK_ROWS);
         const record_kernels *kernels = record_kernels_of(f, rows.n_rows);
         for (int32_t s = 0; s < batch->n; s++) {
-            const hkv_cpu_source *source = &batch->sources[s];
-            row_sums part = row_sums_empty();
-            kernels->weigh(&rows, source, 0, record_ahead(batch, s),
+            row_sums part;
+            kernels->weigh(&rows, &batch->sources[s], 0, record_ahead(batch, s),
                            batch->kept ? kept_weights(batch, block, s) : own_weights, &part);
             if (batch->kept) batch->kept_parts[kept_idx(batch, block, s)] = part;
             shares[s] = fmaxf(shares[s], rows_share(&rows, &part, progressive->reference_lse));
-            if (block + 1 < n_blocks) continue;
-            batch->readings[s] = record_decide(f, source, shares[s], progressive);
-            prefetch_reading(f, source->data, batch->readings[s]);
+            if (block + 1 == n_blocks && s > 0) survey_decide(batch, s - 1, shares[s - 1], progressive);
         }
     }
+    survey_decide(batch, batch->n - 1, shares[batch->n - 1], progressive);
+}
+
+/* Is any of a source's tokens visible to any row? */
+static int32_t source_is_visible(const hkv_cpu_query *query, const hkv_cpu_source *source)
+{
+    int64_t first = query->first_position, last = first + query->n_rows / query->group - 1;
+    int64_t hidden = query->window_tokens > 0 ? first - query->window_tokens : -1;
+    return source->n_tokens > 0 && source->first_position <= last &&
+           source->first_position + source->n_tokens - 1 > hidden;
 }
 
 /* Read in full what is visible. */
@@ -490,38 +525,37 @@ HKV_AVX512_INLINE void rows_attend_shaped(const hkv_rows_shape shape, const row_
     const size_t stored_dim = (size_t)f->stored_dim;
     const hkv_rows_view keys = hkv_rows_view_of(f, source, 0), values = hkv_rows_view_of(f, source, 1);
     float q[HKV_BLOCK_ROWS * HKV_MAX_HEAD_DIM], acc[HKV_BLOCK_ROWS * HKV_MAX_HEAD_DIM], row_acc[HKV_MAX_HEAD_DIM];
-    float weights[HKV_BLOCK_ROWS * HKV_ROWS_TOKENS], factor[HKV_BLOCK_ROWS], lse[HKV_BLOCK_ROWS];
+    float weights[HKV_BLOCK_ROWS * HKV_ROWS_TOKENS], factor[HKV_BLOCK_ROWS], max[HKV_BLOCK_ROWS], sum[HKV_BLOCK_ROWS];
     row_sums running = row_sums_empty();
     for (int32_t i = 0; i < shape.n_rows; i++)
-        hkv_rows_order(shape, f->stored_dim, rows->q + (size_t)i * stored_dim, q + (size_t)i * stored_dim);
+        hkv_rows_order(shape, f->stored_dim, query->softmax_scale, rows->q + (size_t)i * stored_dim,
+                       q + (size_t)i * stored_dim);
     memset(acc, 0, (size_t)shape.n_rows * stored_dim * sizeof(float));
     for (int32_t first = 0; first < source->n_tokens; first += HKV_ROWS_TOKENS) {
         int32_t n = source->n_tokens - first < HKV_ROWS_TOKENS ? source->n_tokens - first : HKV_ROWS_TOKENS;
+        __m128 old = running.max, kept;
         hkv_rows_dots(shape, f->stored_dim, &keys, first, n, q, ahead, f->row_bytes, weights);
-        for (int32_t i = 0; i < shape.n_rows; i++) {
-            float *row = weights + i * HKV_ROWS_TOKENS, max, old = running.max[i];
-            int32_t lo, hi;
-            visible_tokens(query, rows->first_row + i, source->first_position + first, n, &lo, &hi);
-            max = scores_make(query, lo, hi, tiles_of(n), row);
-            running.max[i] = fmaxf(old, max);
-            factor[i] = old == -INFINITY ? 0.0f : expf(old - running.max[i]);
-            running.sum[i] = running.sum[i] * factor[i] + weights_make(running.max[i], tiles_of(n), row);
-        }
+        running.max = _mm_max_ps(
+            old, scores_finish(shape.n_rows, rows, source->first_position + first, n, HKV_ROWS_TOKENS, weights));
+        kept = _mm_maskz_mov_ps(_mm_cmp_ps_mask(old, _mm_set1_ps(-INFINITY), _CMP_NEQ_UQ),
+                                exp_rows(_mm_sub_ps(old, running.max)));
+        running.sum =
+            _mm_fmadd_ps(running.sum, kept, weights_make(shape.n_rows, running.max, n, HKV_ROWS_TOKENS, weights));
+        _mm_storeu_ps(factor, kept);
         hkv_rows_values(shape, f->stored_dim, &values, first, n, weights, factor, acc);
     }
+    keep_lse(rows, &running, source_lse);
+    _mm_storeu_ps(max, running.max);
+    _mm_storeu_ps(sum, running.sum);
     for (int32_t i = 0; i < shape.n_rows; i++) {
         hkv_rows_order_back(shape, f->stored_dim, acc + (size_t)i * stored_dim, row_acc);
-        state_merge_row(query, state, rows->first_row + i, running.max[i], running.sum[i], row_acc);
+        state_merge_row(query, state, rows->first_row + i, max[i], sum[i], row_acc);
     }
-    if (!source_lse) return;
-    lse_rows(&running, lse);
-    memcpy(source_lse + rows->first_row, lse, (size_t)shape.n_rows * sizeof(float));
 }
 
 #define ROWS_KERNEL(n, dtype, is_page)                                                                                 \
-    HKV_AVX512 static void rows_attend_##n##_##dtype##_##is_page(const row_block *rows, const hkv_cpu_source *source,  \
-                                                                 const uint8_t *ahead, hkv_cpu_state *state,           \
-                                                                 float *source_lse)                                    \
+    static void rows_attend_##n##_##dtype##_##is_page(const row_block *rows, const hkv_cpu_source *source,             \
+                                                      const uint8_t *ahead, hkv_cpu_state *state, float *source_lse)   \
     {                                                                                                                  \
         rows_attend_shaped((hkv_rows_shape){n, dtype, is_page}, rows, source, ahead, state, source_lse);               \
     }
@@ -579,7 +613,7 @@ void hkv_avx512_decode(const hkv_cpu_query *query, const hkv_cpu_source *sources
     }
 }
 
-HKV_AVX512 float hkv_avx512_record_bound(const hkv_cpu_query *query, const uint8_t *record)
+float hkv_avx512_record_bound(const hkv_cpu_query *query, const uint8_t *record)
 {
     const hkv_format *f = query->format;
     const uint8_t *params = record + f->k_params_offset;

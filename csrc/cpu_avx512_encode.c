@@ -227,8 +227,8 @@ HKV_AVX512_INLINE uint32_t record_encode(const hkv_format *f, hkv_dtype dtype, c
     return n_changed;
 }
 
-HKV_AVX512 uint32_t hkv_avx512_record_encode(const hkv_format *f, const void *k, int64_t k_stride_token, const void *v,
-                                             int64_t v_stride_token, int32_t n_tokens, uint8_t *record)
+uint32_t hkv_avx512_record_encode(const hkv_format *f, const void *k, int64_t k_stride_token, const void *v,
+                                  int64_t v_stride_token, int32_t n_tokens, uint8_t *record)
 {
     if (f->dtype == HKV_BF16) return record_encode(f, HKV_BF16, k, k_stride_token, v, v_stride_token, n_tokens, record);
     if (f->dtype == HKV_F16) return record_encode(f, HKV_F16, k, k_stride_token, v, v_stride_token, n_tokens, record);
@@ -243,8 +243,8 @@ typedef struct tile_target {
     float *out;
 } tile_target;
 
-HKV_AVX512 static void decode_key_tile(const hkv_format *f, const uint8_t *record, int32_t tile, int32_t with_low,
-                                       tile_target target)
+static void decode_key_tile(const hkv_format *f, const uint8_t *record, int32_t tile, int32_t with_low,
+                            tile_target target)
 {
     uint8_t codes[16][64] __attribute__((aligned(64)));
     for (int32_t first = 0; first < f->head_dim; first += HKV_GROUP_CHANNELS) {
@@ -263,8 +263,8 @@ HKV_AVX512 static void decode_key_tile(const hkv_format *f, const uint8_t *recor
     }
 }
 
-HKV_AVX512 static void decode_value_tile(const hkv_format *f, const uint8_t *record, int32_t tile, int32_t with_low,
-                                         tile_target target)
+static void decode_value_tile(const hkv_format *f, const uint8_t *record, int32_t tile, int32_t with_low,
+                              tile_target target)
 {
     uint8_t codes[16][64] __attribute__((aligned(64)));
     for (int32_t first = 0; first < f->head_dim; first += HKV_GROUP_CHANNELS) {
@@ -287,8 +287,8 @@ HKV_AVX512 static void decode_value_tile(const hkv_format *f, const uint8_t *rec
 }
 
 /* scale * code has at most 19 bits, so that one fused operation rounds as format.c's two do. */
-HKV_AVX512 void hkv_avx512_record_decode(const hkv_format *f, const uint8_t *record, hkv_precision precision,
-                                         int32_t first_token, int32_t n_tokens, float *k_out, float *v_out)
+void hkv_avx512_record_decode(const hkv_format *f, const uint8_t *record, hkv_precision precision, int32_t first_token,
+                              int32_t n_tokens, float *k_out, float *v_out)
 {
     int32_t end_token = first_token + n_tokens;
     for (int32_t tile = first_token / 16; 16 * tile < end_token; tile++) {

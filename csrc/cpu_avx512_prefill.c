@@ -522,14 +522,14 @@ HKV_AVX512_INLINE void attend_sources(word_kind word, const hkv_cpu_query *query
     }
 }
 
-HKV_AVX512 static void attend_sources_bf16(const hkv_cpu_query *query, const hkv_cpu_source *sources, int32_t n_sources,
-                                           hkv_cpu_state *state)
+static void attend_sources_bf16(const hkv_cpu_query *query, const hkv_cpu_source *sources, int32_t n_sources,
+                                hkv_cpu_state *state)
 {
     attend_sources(WORD_BF16, query, sources, n_sources, state);
 }
 
-HKV_AVX512 static void attend_sources_f32(const hkv_cpu_query *query, const hkv_cpu_source *sources, int32_t n_sources,
-                                          hkv_cpu_state *state)
+static void attend_sources_f32(const hkv_cpu_query *query, const hkv_cpu_source *sources, int32_t n_sources,
+                               hkv_cpu_state *state)
 {
     attend_sources(WORD_F32, query, sources, n_sources, state);
 }

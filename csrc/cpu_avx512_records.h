@@ -31,6 +31,34 @@ typedef struct hkv_record_shape {
     int32_t with_low; /* join the low plane */
 } hkv_record_shape;
 
+/* ------------------------------------------------------------------------------------------ reductions of four rows */
+
+/* Fold the lanes of x[0 .. n_rows-1] with `op`, in lane i of the result; lanes from n_rows on are arbitrary. */
+#define HKV_REDUCE_ROWS(name, op, op_256, op_128)                                                                      \
+    HKV_AVX512_INLINE __m128 name(int32_t n_rows, const __m512 x[HKV_BLOCK_ROWS])                                      \
+    {                                                                                                                  \
+        const __m512 x1 = x[n_rows > 1 ? 1 : 0], x2 = x[n_rows > 2 ? 2 : 0], x3 = x[n_rows > 3 ? 3 : 0];               \
+        __m512 a = op(_mm512_unpacklo_ps(x[0], x1), _mm512_unpackhi_ps(x[0], x1));                                     \
+        __m512 b = n_rows > 2 ? op(_mm512_unpacklo_ps(x2, x3), _mm512_unpackhi_ps(x2, x3)) : a;                        \
+        __m512d lo = _mm512_unpacklo_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));                                     \
+        __m512d hi = _mm512_unpackhi_pd(_mm512_castps_pd(a), _mm512_castps_pd(b));                                     \
+        __m512 lanes = op(_mm512_castpd_ps(lo), _mm512_castpd_ps(hi));                                                 \
+        __m256 half = op_256(_mm512_castps512_ps256(lanes), _mm512_extractf32x8_ps(lanes, 1));                         \
+        return op_128(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));                                   \
+    }
+
+HKV_REDUCE_ROWS(hkv_reduce_rows_add, _mm512_add_ps, _mm256_add_ps, _mm_add_ps)
+HKV_REDUCE_ROWS(hkv_reduce_rows_max, _mm512_max_ps, _mm256_max_ps, _mm_max_ps)
+
+/* Units of the fixed point in which the largest magnitudes become HKV_FIXED_ONE, and their inverses; 0 for 0. */
+HKV_AVX512_INLINE void hkv_fixed_units(__m128 largest, float unit[HKV_BLOCK_ROWS], float inverse[HKV_BLOCK_ROWS])
+{
+    const __m128 one = _mm_set1_ps((float)HKV_FIXED_ONE);
+    __mmask8 is_there = _mm_cmp_ps_mask(largest, _mm_setzero_ps(), _CMP_NEQ_UQ);
+    _mm_storeu_ps(unit, _mm_div_ps(largest, one));
+    _mm_storeu_ps(inverse, _mm_maskz_div_ps(is_there, one, largest));
+}
+
 /* ----------------------------------------------------------------------------------------------- one load of a plane
  */
 
@@ -85,9 +113,9 @@ HKV_AVX512_INLINE int32_t hkv_code_middle(int32_t with_low)
 /* Queries in the record's fixed point. */
 typedef struct hkv_key_side {
     __m512i q[HKV_MAX_GROUPS][2][HKV_BLOCK_ROWS]; /* word 4c + step: channels (2c, 2c + 1), [1]: (2c + 8, 2c + 9) */
-    float unit[HKV_BLOCK_ROWS];
-    float base[HKV_BLOCK_ROWS];  /* q . (zero + 128 scale) */
-    int32_t sum[HKV_BLOCK_ROWS]; /* of q over all channels */
+    __m512i start[HKV_BLOCK_ROWS];                /* -middle times the sum of q over a word's channels */
+    float unit[HKV_BLOCK_ROWS];                   /* of scores */
+    float base[HKV_BLOCK_ROWS];                   /* score of zero + 128 scale */
 } hkv_key_side;
 
 /* Scales and zeros of 16 channels in order. */
@@ -112,50 +140,48 @@ HKV_AVX512_INLINE void hkv_key_words(const __m512i q[4], __m512i *upper, __m512i
     *lower = _mm512_permutex2var_epi32(steps_01, lower_words, steps_23);
 }
 
-/* q [n_rows, DP] */
+/* q [n_rows, DP]; scores are softmax_scale * q . k. */
 HKV_AVX512_INLINE void hkv_key_side_make(const hkv_record_shape shape, const hkv_format *f, const uint8_t *record,
-                                         const float *q, hkv_key_side *side)
+                                         const float *q, float softmax_scale, hkv_key_side *side)
 {
     const uint8_t *params = record + f->k_params_offset;
     const int32_t n_steps = shape.n_groups * 4 - 2 * shape.has_half;
-    __m512 scale[HKV_MAX_GROUPS * 4], middle[HKV_MAX_GROUPS * 4];
+    const __m512i middle = _mm512_set1_epi16((short)-hkv_code_middle(shape.with_low));
+    __m512 product[HKV_BLOCK_ROWS][HKV_MAX_GROUPS * 4], largest[HKV_BLOCK_ROWS], base[HKV_BLOCK_ROWS];
+    float inverse[HKV_BLOCK_ROWS];
+    for (int32_t i = 0; i < shape.n_rows; i++) largest[i] = base[i] = _mm512_setzero_ps();
     for (int32_t s = 0; s < n_steps; s++) {
-        __m512 zero;
-        hkv_key_params(params, s, &scale[s], &zero);
-        middle[s] = _mm512_fmadd_ps(scale[s], _mm512_set1_ps(128.0f), zero);
-    }
-    for (int32_t i = 0; i < shape.n_rows; i++) {
-        const float *row = q + (size_t)i * (size_t)f->stored_dim;
-        __m512 product[HKV_MAX_GROUPS * 4], largest = _mm512_setzero_ps(), base = largest, inverse;
-        __m512i sum = _mm512_setzero_si512();
-        float max;
-        for (int32_t s = 0; s < n_steps; s++) {
-            __m512 q_step = _mm512_loadu_ps(row + 16 * s);
-            product[s] = _mm512_mul_ps(q_step, scale[s]);
-            base = _mm512_fmadd_ps(q_step, middle[s], base);
-            largest = _mm512_max_ps(largest, _mm512_abs_ps(product[s]));
+        __m512 scale, zero, centre;
+        hkv_key_params(params, s, &scale, &zero);
+        centre = _mm512_fmadd_ps(scale, _mm512_set1_ps(128.0f), zero);
+        for (int32_t i = 0; i < shape.n_rows; i++) {
+            __m512 q_step = _mm512_loadu_ps(q + (size_t)i * (size_t)f->stored_dim + 16 * s);
+            product[i][s] = _mm512_mul_ps(q_step, scale);
+            base[i] = _mm512_fmadd_ps(q_step, centre, base[i]);
+            largest[i] = _mm512_max_ps(largest[i], _mm512_abs_ps(product[i][s]));
         }
-        max = _mm512_reduce_max_ps(largest);
-        inverse = _mm512_set1_ps(max > 0.0f ? (float)HKV_FIXED_ONE / max : 0.0f);
-        side->unit[i] = max / (float)HKV_FIXED_ONE;
-        side->base[i] = _mm512_reduce_add_ps(base);
+    }
+    hkv_fixed_units(hkv_reduce_rows_max(shape.n_rows, largest), side->unit, inverse);
+    _mm_storeu_ps(side->unit, _mm_mul_ps(_mm_loadu_ps(side->unit), _mm_set1_ps(softmax_scale)));
+    _mm_storeu_ps(side->base, _mm_mul_ps(hkv_reduce_rows_add(shape.n_rows, base), _mm_set1_ps(softmax_scale)));
+    for (int32_t i = 0; i < shape.n_rows; i++) {
+        side->start[i] = _mm512_setzero_si512();
         for (int32_t g = 0; g < shape.n_groups; g++) {
             __m512i fixed[4];
-            for (int32_t s = 0; s < 4; s++) {
-                int32_t is_there = 4 * g + s < n_steps;
-                fixed[s] =
-                    is_there ? _mm512_cvtps_epi32(_mm512_mul_ps(product[4 * g + s], inverse)) : _mm512_setzero_si512();
-                sum = _mm512_add_epi32(sum, fixed[s]);
-            }
+            for (int32_t s = 0; s < 4; s++)
+                fixed[s] = 4 * g + s < n_steps
+                               ? _mm512_cvtps_epi32(_mm512_mul_ps(product[i][4 * g + s], _mm512_set1_ps(inverse[i])))
+                               : _mm512_setzero_si512();
             hkv_key_words(fixed, &side->q[g][0][i], &side->q[g][1][i]);
+            side->start[i] = _mm512_dpwssd_epi32(side->start[i], side->q[g][0][i], middle);
+            side->start[i] = _mm512_dpwssd_epi32(side->start[i], side->q[g][1][i], middle);
         }
-        side->sum[i] = _mm512_reduce_add_epi32(sum);
     }
 }
 
 /* Sums over the words of 16 vectors, two of which are already folded into each of x: in 128-bit lane L, x[r] holds
  * (a, b, a, b) with a and b the halves' sums of rows r and r + 8. Result: rows 0 .. 15 in order. */
-HKV_AVX512_INLINE __m512i hkv_reduce_rows(const __m512i x[8])
+HKV_AVX512_INLINE __m512i hkv_fold_tokens(const __m512i x[8])
 {
     const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
     __m512i y[4], z[2], rows;
@@ -169,13 +195,12 @@ HKV_AVX512_INLINE __m512i hkv_reduce_rows(const __m512i x[8])
     return _mm512_permutexvar_epi32(order, rows);
 }
 
-/* q . k of tiles 0 .. n_tiles-1 for every row: scores [n_rows, TP]. `ahead` is prefetched in step with the record. */
+/* Scores of tiles 0 .. n_tiles-1 for every row: scores [n_rows, TP]. `ahead` is prefetched in step with the record. */
 HKV_AVX512_INLINE void hkv_record_dots(const hkv_record_shape shape, const hkv_format *f, const uint8_t *record,
                                        const hkv_key_side *side, int32_t n_tiles, const uint8_t *ahead, float *scores)
 {
     const uint8_t *high = record + f->k_high_offset, *low = record + f->k_low_offset;
     const uint8_t *ahead_high = ahead + f->k_high_offset, *ahead_low = ahead + f->k_low_offset;
-    const int32_t middle = hkv_code_middle(shape.with_low);
     __m512i q[HKV_MAX_GROUPS][2][HKV_BLOCK_ROWS];
     for (int32_t g = 0; g < shape.n_groups; g++)
         for (int32_t i = 0; i < shape.n_rows; i++) {
@@ -186,7 +211,7 @@ HKV_AVX512_INLINE void hkv_record_dots(const hkv_record_shape shape, const hkv_f
         __m512i folded[HKV_BLOCK_ROWS][8];
         for (int32_t r = 0; r < 8; r++) {
             __m512i sum[2][HKV_BLOCK_ROWS];
-            for (int32_t i = 0; i < shape.n_rows; i++) sum[0][i] = sum[1][i] = _mm512_setzero_si512();
+            for (int32_t i = 0; i < shape.n_rows; i++) sum[0][i] = sum[1][i] = side->start[i];
             for (int32_t g = 0; g < shape.n_groups; g++) {
                 int32_t is_half = shape.has_half && g + 1 == shape.n_groups;
                 size_t offset = hkv_group_offset(f->stored_dim, tile, g, r, is_half);
@@ -208,12 +233,10 @@ HKV_AVX512_INLINE void hkv_record_dots(const hkv_record_shape shape, const hkv_f
                 folded[i][r] = _mm512_add_epi32(_mm512_unpacklo_epi32(sum[0][i], sum[1][i]),
                                                 _mm512_unpackhi_epi32(sum[0][i], sum[1][i]));
         }
-        for (int32_t i = 0; i < shape.n_rows; i++) {
-            __m512i dots = _mm512_sub_epi32(hkv_reduce_rows(folded[i]), _mm512_set1_epi32(middle * side->sum[i]));
+        for (int32_t i = 0; i < shape.n_rows; i++)
             _mm512_storeu_ps(scores + (size_t)i * (size_t)f->stored_tokens + 16 * tile,
-                             _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), _mm512_set1_ps(side->unit[i]),
-                                             _mm512_set1_ps(side->base[i])));
-        }
+                             _mm512_fmadd_ps(_mm512_cvtepi32_ps(hkv_fold_tokens(folded[i])),
+                                             _mm512_set1_ps(side->unit[i]), _mm512_set1_ps(side->base[i])));
     }
 }
 
@@ -254,10 +277,11 @@ HKV_AVX512_INLINE void hkv_value_side_make(const hkv_record_shape shape, const h
                                            const float *weights, int32_t n_tokens, int32_t n_tiles,
                                            hkv_value_side *side)
 {
-    const int32_t middle = hkv_code_middle(shape.with_low);
+    const __m512i middle = _mm512_set1_epi16((short)-hkv_code_middle(shape.with_low));
     for (int32_t vg = 0; vg < (shape.n_groups + 1) / 2; vg++) {
         const uint8_t *params = record + f->v_params_offset + (size_t)vg * 4 * (size_t)f->stored_tokens;
         __m512 scaled[HKV_BLOCK_ROWS][HKV_MAX_TILES], largest[HKV_BLOCK_ROWS], base[HKV_BLOCK_ROWS];
+        float inverse[HKV_BLOCK_ROWS];
         for (int32_t i = 0; i < shape.n_rows; i++) largest[i] = base[i] = _mm512_setzero_ps();
         for (int32_t tile = 0; tile < n_tiles; tile++) {
             int32_t n = n_tokens - 16 * tile;
@@ -273,19 +297,18 @@ HKV_AVX512_INLINE void hkv_value_side_make(const hkv_record_shape shape, const h
                 base[i] = _mm512_fmadd_ps(p, centre, base[i]);
             }
         }
+        hkv_fixed_units(hkv_reduce_rows_max(shape.n_rows, largest), side->unit[vg], inverse);
+        _mm_storeu_ps(side->base[vg], hkv_reduce_rows_add(shape.n_rows, base));
         for (int32_t i = 0; i < shape.n_rows; i++) {
-            float max = _mm512_reduce_max_ps(largest[i]);
-            __m512 inverse = _mm512_set1_ps(max > 0.0f ? (float)HKV_FIXED_ONE / max : 0.0f);
-            __m512i sum = _mm512_setzero_si512();
-            side->unit[vg][i] = max / (float)HKV_FIXED_ONE;
-            side->base[vg][i] = _mm512_reduce_add_ps(base[i]);
+            __m512i start = _mm512_setzero_si512();
             for (int32_t tile = 0; tile < n_tiles; tile++) {
                 __m512i *p = &side->p[vg][tile][0][i];
-                hkv_value_words(_mm512_cvtps_epi32(_mm512_mul_ps(scaled[i][tile], inverse)), &p[0], &p[HKV_BLOCK_ROWS]);
-                sum = _mm512_dpwssd_epi32(sum, p[0], _mm512_set1_epi16(1));
-                sum = _mm512_dpwssd_epi32(sum, p[HKV_BLOCK_ROWS], _mm512_set1_epi16(1));
+                hkv_value_words(_mm512_cvtps_epi32(_mm512_mul_ps(scaled[i][tile], _mm512_set1_ps(inverse[i]))), &p[0],
+                                &p[HKV_BLOCK_ROWS]);
+                start = _mm512_dpwssd_epi32(start, p[0], middle);
+                start = _mm512_dpwssd_epi32(start, p[HKV_BLOCK_ROWS], middle);
             }
-            side->start[vg][i] = _mm512_mullo_epi32(sum, _mm512_set1_epi32(-middle));
+            side->start[vg][i] = start;
         }
     }
 }

@@ -76,8 +76,9 @@ HKV_AVX512_INLINE void hkv_unit_widen(const hkv_rows_shape shape, __m512i unit, 
     }
 }
 
-/* A row of DP floats into the order in which units are widened, and back. */
-HKV_AVX512_INLINE void hkv_rows_order(const hkv_rows_shape shape, int32_t stored_dim, const float *src, float *dst)
+/* A row of DP floats, times `factor`, into the order in which units are widened; and back. */
+HKV_AVX512_INLINE void hkv_rows_order(const hkv_rows_shape shape, int32_t stored_dim, float factor, const float *src,
+                                      float *dst)
 {
     const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
     for (int32_t c = 0; c < stored_dim; c += 32) {
@@ -86,8 +87,8 @@ HKV_AVX512_INLINE void hkv_rows_order(const hkv_rows_shape shape, int32_t stored
             first = _mm512_permutex2var_ps(a, even, b);
             second = _mm512_permutex2var_ps(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b);
         }
-        _mm512_storeu_ps(dst + c, first);
-        _mm512_storeu_ps(dst + c + 16, second);
+        _mm512_storeu_ps(dst + c, _mm512_mul_ps(first, _mm512_set1_ps(factor)));
+        _mm512_storeu_ps(dst + c + 16, _mm512_mul_ps(second, _mm512_set1_ps(factor)));
     }
 }
 
