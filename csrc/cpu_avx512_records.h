@@ -18,6 +18,7 @@
 enum {
     HKV_BLOCK_ROWS = 4, /* query rows at a time */
     HKV_MAX_GROUPS = 4, /* of 64 channels; the last may have 32 */
+    HKV_MAX_STEPS = HKV_MAX_HEAD_DIM / 16,
     HKV_MAX_TILES = HKV_MAX_BLOCK_SIZE / HKV_TILE_TOKENS,
     HKV_MAX_VALUE_GROUPS = HKV_MAX_HEAD_DIM / HKV_VALUE_GROUP,
     HKV_FIXED_ONE = 32767
@@ -108,14 +109,26 @@ HKV_AVX512_INLINE int32_t hkv_code_middle(int32_t with_low)
     return with_low ? 128 : 120;
 }
 
+/* 16 columns as int32 that fit int16, in pairs: the dwords of 128-bit lane c become columns (2c, 2c + 1) in `upper`,
+ * (2c + 8, 2c + 9) in `lower`. */
+HKV_AVX512_INLINE void hkv_pair_words(__m512i columns, __m512i *upper, __m512i *lower)
+{
+    const __m512i upper_words = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+    const __m512i lower_words = _mm512_setr_epi32(4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7);
+    __m512i pairs = _mm512_castsi256_si512(_mm512_cvtepi32_epi16(columns));
+    *upper = _mm512_permutexvar_epi32(upper_words, pairs);
+    *lower = _mm512_permutexvar_epi32(lower_words, pairs);
+}
+
 /* ------------------------------------------------------------------------------------------------------------- keys */
 
 /* Queries in the record's fixed point. */
 typedef struct hkv_key_side {
-    __m512i q[HKV_MAX_GROUPS][2][HKV_BLOCK_ROWS]; /* word 4c + step: channels (2c, 2c + 1), [1]: (2c + 8, 2c + 9) */
-    __m512i start[HKV_BLOCK_ROWS];                /* -middle times the sum of q over a word's channels */
-    float unit[HKV_BLOCK_ROWS];                   /* of scores */
-    float base[HKV_BLOCK_ROWS];                   /* score of zero + 128 scale */
+    /* 128-bit lane c: channels (2c, 2c + 1) of a 16-channel step, [1]: (2c + 8, 2c + 9) */
+    __m512i q[HKV_MAX_STEPS][2][HKV_BLOCK_ROWS];
+    __m512i start[HKV_BLOCK_ROWS]; /* -middle times the sum of q over a lane's channels */
+    float unit[HKV_BLOCK_ROWS];    /* of scores */
+    float base[HKV_BLOCK_ROWS];    /* score of zero + 128 scale */
 } hkv_key_side;
 
 /* Scales and zeros of 16 channels in order. */
@@ -129,17 +142,6 @@ HKV_AVX512_INLINE void hkv_key_params(const uint8_t *params, int32_t step, __m51
     *zero = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
 }
 
-/* 16 + 16 + 16 + 16 channels in order, as int32 that fit int16, into the two words of a group. */
-HKV_AVX512_INLINE void hkv_key_words(const __m512i q[4], __m512i *upper, __m512i *lower)
-{
-    /* Packed steps 0 and 1 (2 and 3) hold pair j of step s in word (j / 2) * 4 + (s & 1) * 2 + (j & 1). */
-    const __m512i upper_words = _mm512_setr_epi32(0, 2, 16, 18, 1, 3, 17, 19, 4, 6, 20, 22, 5, 7, 21, 23);
-    const __m512i lower_words = _mm512_setr_epi32(8, 10, 24, 26, 9, 11, 25, 27, 12, 14, 28, 30, 13, 15, 29, 31);
-    __m512i steps_01 = _mm512_packs_epi32(q[0], q[1]), steps_23 = _mm512_packs_epi32(q[2], q[3]);
-    *upper = _mm512_permutex2var_epi32(steps_01, upper_words, steps_23);
-    *lower = _mm512_permutex2var_epi32(steps_01, lower_words, steps_23);
-}
-
 /* q [n_rows, DP]; scores are softmax_scale * q . k. */
 HKV_AVX512_INLINE void hkv_key_side_make(const hkv_record_shape shape, const hkv_format *f, const uint8_t *record,
                                          const float *q, float softmax_scale, hkv_key_side *side)
@@ -147,7 +149,7 @@ HKV_AVX512_INLINE void hkv_key_side_make(const hkv_record_shape shape, const hkv
     const uint8_t *params = record + f->k_params_offset;
     const int32_t n_steps = shape.n_groups * 4 - 2 * shape.has_half;
     const __m512i middle = _mm512_set1_epi16((short)-hkv_code_middle(shape.with_low));
-    __m512 product[HKV_BLOCK_ROWS][HKV_MAX_GROUPS * 4], largest[HKV_BLOCK_ROWS], base[HKV_BLOCK_ROWS];
+    __m512 product[HKV_BLOCK_ROWS][HKV_MAX_STEPS], largest[HKV_BLOCK_ROWS], base[HKV_BLOCK_ROWS];
     float inverse[HKV_BLOCK_ROWS];
     for (int32_t i = 0; i < shape.n_rows; i++) largest[i] = base[i] = _mm512_setzero_ps();
     for (int32_t s = 0; s < n_steps; s++) {
@@ -165,34 +167,35 @@ HKV_AVX512_INLINE void hkv_key_side_make(const hkv_record_shape shape, const hkv
     _mm_storeu_ps(side->unit, _mm_mul_ps(_mm_loadu_ps(side->unit), _mm_set1_ps(softmax_scale)));
     _mm_storeu_ps(side->base, _mm_mul_ps(hkv_reduce_rows_add(shape.n_rows, base), _mm_set1_ps(softmax_scale)));
     for (int32_t i = 0; i < shape.n_rows; i++) {
-        side->start[i] = _mm512_setzero_si512();
-        for (int32_t g = 0; g < shape.n_groups; g++) {
-            __m512i fixed[4];
-            for (int32_t s = 0; s < 4; s++)
-                fixed[s] = 4 * g + s < n_steps
-                               ? _mm512_cvtps_epi32(_mm512_mul_ps(product[i][4 * g + s], _mm512_set1_ps(inverse[i])))
-                               : _mm512_setzero_si512();
-            hkv_key_words(fixed, &side->q[g][0][i], &side->q[g][1][i]);
-            side->start[i] = _mm512_dpwssd_epi32(side->start[i], side->q[g][0][i], middle);
-            side->start[i] = _mm512_dpwssd_epi32(side->start[i], side->q[g][1][i], middle);
+        __m512i start = _mm512_setzero_si512();
+        for (int32_t s = 0; s < n_steps; s++) {
+            __m512i *words = &side->q[s][0][i];
+            hkv_pair_words(_mm512_cvtps_epi32(_mm512_mul_ps(product[i][s], _mm512_set1_ps(inverse[i]))), &words[0],
+                           &words[HKV_BLOCK_ROWS]);
+            start = _mm512_dpwssd_epi32(start, words[0], middle);
+            start = _mm512_dpwssd_epi32(start, words[HKV_BLOCK_ROWS], middle);
         }
+        side->start[i] = start;
     }
 }
 
-/* Sums over the words of 16 vectors, two of which are already folded into each of x: in 128-bit lane L, x[r] holds
- * (a, b, a, b) with a and b the halves' sums of rows r and r + 8. Result: rows 0 .. 15 in order. */
-HKV_AVX512_INLINE __m512i hkv_fold_tokens(const __m512i x[8])
+/* Four rows' loads of a group, words (lane c, dword step), to one vector a step: (lane c, dword row). */
+HKV_AVX512_INLINE void hkv_words_by_step(const __m512i rows[4], __m512i steps[4])
 {
-    const __m512i order = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-    __m512i y[4], z[2], rows;
-    for (int32_t k = 0; k < 4; k++)
-        y[k] = _mm512_add_epi32(_mm512_unpacklo_epi64(x[2 * k], x[2 * k + 1]),
-                                _mm512_unpackhi_epi64(x[2 * k], x[2 * k + 1]));
-    for (int32_t k = 0; k < 2; k++)
-        z[k] = _mm512_add_epi32(_mm512_shuffle_i32x4(y[2 * k], y[2 * k + 1], 0x88),
-                                _mm512_shuffle_i32x4(y[2 * k], y[2 * k + 1], 0xdd));
-    rows = _mm512_add_epi32(_mm512_shuffle_i32x4(z[0], z[1], 0x88), _mm512_shuffle_i32x4(z[0], z[1], 0xdd));
-    return _mm512_permutexvar_epi32(order, rows);
+    __m512i lo_01 = _mm512_unpacklo_epi32(rows[0], rows[1]), hi_01 = _mm512_unpackhi_epi32(rows[0], rows[1]);
+    __m512i lo_23 = _mm512_unpacklo_epi32(rows[2], rows[3]), hi_23 = _mm512_unpackhi_epi32(rows[2], rows[3]);
+    steps[0] = _mm512_unpacklo_epi64(lo_01, lo_23);
+    steps[1] = _mm512_unpackhi_epi64(lo_01, lo_23);
+    steps[2] = _mm512_unpacklo_epi64(hi_01, hi_23);
+    steps[3] = _mm512_unpackhi_epi64(hi_01, hi_23);
+}
+
+/* Sums over the 128-bit lanes of four vectors, side by side. */
+HKV_AVX512_INLINE __m512i hkv_fold_lanes(__m512i a, __m512i b, __m512i c, __m512i d)
+{
+    __m512i ab = _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+    __m512i cd = _mm512_add_epi32(_mm512_shuffle_i32x4(c, d, 0x88), _mm512_shuffle_i32x4(c, d, 0xdd));
+    return _mm512_add_epi32(_mm512_shuffle_i32x4(ab, cd, 0x88), _mm512_shuffle_i32x4(ab, cd, 0xdd));
 }
 
 /* Scores of tiles 0 .. n_tiles-1 for every row: scores [n_rows, TP]. `ahead` is prefetched in step with the record. */
@@ -201,42 +204,49 @@ HKV_AVX512_INLINE void hkv_record_dots(const hkv_record_shape shape, const hkv_f
 {
     const uint8_t *high = record + f->k_high_offset, *low = record + f->k_low_offset;
     const uint8_t *ahead_high = ahead + f->k_high_offset, *ahead_low = ahead + f->k_low_offset;
-    __m512i q[HKV_MAX_GROUPS][2][HKV_BLOCK_ROWS];
-    for (int32_t g = 0; g < shape.n_groups; g++)
-        for (int32_t i = 0; i < shape.n_rows; i++) {
-            q[g][0][i] = side->q[g][0][i];
-            q[g][1][i] = side->q[g][1][i];
-        }
     for (int32_t tile = 0; tile < n_tiles; tile++) {
-        __m512i folded[HKV_BLOCK_ROWS][8];
-        for (int32_t r = 0; r < 8; r++) {
-            __m512i sum[2][HKV_BLOCK_ROWS];
-            for (int32_t i = 0; i < shape.n_rows; i++) sum[0][i] = sum[1][i] = side->start[i];
-            for (int32_t g = 0; g < shape.n_groups; g++) {
-                int32_t is_half = shape.has_half && g + 1 == shape.n_groups;
-                size_t offset = hkv_group_offset(f->stored_dim, tile, g, r, is_half);
-                __m512i low_codes = shape.with_low ? hkv_group_load(low, offset, is_half) : _mm512_setzero_si512();
-                hkv_code_pairs codes =
-                    hkv_split_codes(hkv_group_load(high, offset, is_half), low_codes, shape.with_low);
-                _mm_prefetch((const char *)(ahead_high + offset), _MM_HINT_T0);
-                if (shape.with_low) _mm_prefetch((const char *)(ahead_low + offset), _MM_HINT_T0);
-                for (int32_t i = 0; i < shape.n_rows; i++) {
-                    sum[0][i] = _mm512_dpwssd_epi32(sum[0][i], codes.upper[0], q[g][0][i]);
-                    sum[1][i] = _mm512_dpwssd_epi32(sum[1][i], codes.upper[1], q[g][0][i]);
+        __m512i sum[HKV_BLOCK_ROWS][2][2]; /* [][rows 0..3, 4..7][+ 0, + 8] */
+        for (int32_t i = 0; i < shape.n_rows; i++)
+            sum[i][0][0] = sum[i][0][1] = sum[i][1][0] = sum[i][1][1] = side->start[i];
+        for (int32_t g = 0; g < shape.n_groups; g++) {
+            const int32_t is_half = shape.has_half && g + 1 == shape.n_groups;
+            __m512i high_steps[2][4], low_steps[2][4];
+            for (int32_t half = 0; half < 2; half++) {
+                __m512i high_rows[4], low_rows[4];
+                for (int32_t r = 0; r < 4; r++) {
+                    size_t offset = hkv_group_offset(f->stored_dim, tile, g, 4 * half + r, is_half);
+                    high_rows[r] = hkv_group_load(high, offset, is_half);
+                    _mm_prefetch((const char *)(ahead_high + offset), _MM_HINT_T0);
+                    if (!shape.with_low) continue;
+                    low_rows[r] = hkv_group_load(low, offset, is_half);
+                    _mm_prefetch((const char *)(ahead_low + offset), _MM_HINT_T0);
                 }
+                hkv_words_by_step(high_rows, high_steps[half]);
+                if (shape.with_low) hkv_words_by_step(low_rows, low_steps[half]);
+            }
+            for (int32_t s = 0; s < (is_half ? 2 : 4); s++) {
+                const hkv_code_pairs codes[2] = {
+                    hkv_split_codes(high_steps[0][s], shape.with_low ? low_steps[0][s] : high_steps[0][s],
+                                    shape.with_low),
+                    hkv_split_codes(high_steps[1][s], shape.with_low ? low_steps[1][s] : high_steps[1][s],
+                                    shape.with_low)};
                 for (int32_t i = 0; i < shape.n_rows; i++) {
-                    sum[0][i] = _mm512_dpwssd_epi32(sum[0][i], codes.lower[0], q[g][1][i]);
-                    sum[1][i] = _mm512_dpwssd_epi32(sum[1][i], codes.lower[1], q[g][1][i]);
+                    const __m512i upper = side->q[4 * g + s][0][i], lower = side->q[4 * g + s][1][i];
+                    for (int32_t j = 0; j < 4; j++)
+                        sum[i][j >> 1][j & 1] =
+                            _mm512_dpwssd_epi32(sum[i][j >> 1][j & 1], codes[j >> 1].upper[j & 1], upper);
+                    for (int32_t j = 0; j < 4; j++)
+                        sum[i][j >> 1][j & 1] =
+                            _mm512_dpwssd_epi32(sum[i][j >> 1][j & 1], codes[j >> 1].lower[j & 1], lower);
                 }
             }
-            for (int32_t i = 0; i < shape.n_rows; i++)
-                folded[i][r] = _mm512_add_epi32(_mm512_unpacklo_epi32(sum[0][i], sum[1][i]),
-                                                _mm512_unpackhi_epi32(sum[0][i], sum[1][i]));
         }
-        for (int32_t i = 0; i < shape.n_rows; i++)
+        for (int32_t i = 0; i < shape.n_rows; i++) {
+            __m512i dots = hkv_fold_lanes(sum[i][0][0], sum[i][1][0], sum[i][0][1], sum[i][1][1]);
             _mm512_storeu_ps(scores + (size_t)i * (size_t)f->stored_tokens + 16 * tile,
-                             _mm512_fmadd_ps(_mm512_cvtepi32_ps(hkv_fold_tokens(folded[i])),
-                                             _mm512_set1_ps(side->unit[i]), _mm512_set1_ps(side->base[i])));
+                             _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), _mm512_set1_ps(side->unit[i]),
+                                             _mm512_set1_ps(side->base[i])));
+        }
     }
 }
 
@@ -260,16 +270,6 @@ HKV_AVX512_INLINE void hkv_value_params(const uint8_t *params, int32_t tile, __m
     __m512i halves = _mm512_permutexvar_epi16(_mm512_load_si512(order), _mm512_loadu_si512(params + (size_t)tile * 64));
     *scale = _mm512_cvtph_ps(_mm512_castsi512_si256(halves));
     *zero = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
-}
-
-/* 16 weights as int32 that fit int16, into the two words of a tile. */
-HKV_AVX512_INLINE void hkv_value_words(__m512i p, __m512i *upper, __m512i *lower)
-{
-    const __m512i upper_words = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    const __m512i lower_words = _mm512_setr_epi32(4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7);
-    __m512i pairs = _mm512_castsi256_si512(_mm512_cvtepi32_epi16(p));
-    *upper = _mm512_permutexvar_epi32(upper_words, pairs);
-    *lower = _mm512_permutexvar_epi32(lower_words, pairs);
 }
 
 /* weights [n_rows, TP], 0 for tokens that a row does not see; tokens from n_tokens on have no parameters. */
@@ -303,8 +303,8 @@ HKV_AVX512_INLINE void hkv_value_side_make(const hkv_record_shape shape, const h
             __m512i start = _mm512_setzero_si512();
             for (int32_t tile = 0; tile < n_tiles; tile++) {
                 __m512i *p = &side->p[vg][tile][0][i];
-                hkv_value_words(_mm512_cvtps_epi32(_mm512_mul_ps(scaled[i][tile], _mm512_set1_ps(inverse[i]))), &p[0],
-                                &p[HKV_BLOCK_ROWS]);
+                hkv_pair_words(_mm512_cvtps_epi32(_mm512_mul_ps(scaled[i][tile], _mm512_set1_ps(inverse[i]))), &p[0],
+                               &p[HKV_BLOCK_ROWS]);
                 start = _mm512_dpwssd_epi32(start, p[0], middle);
                 start = _mm512_dpwssd_epi32(start, p[HKV_BLOCK_ROWS], middle);
             }
@@ -332,30 +332,35 @@ HKV_AVX512_INLINE void hkv_record_values(const hkv_record_shape shape, const hkv
         const int32_t vg = g / 2, is_half = shape.has_half && g + 1 == shape.n_groups;
         __m512 unit[HKV_BLOCK_ROWS];
         for (int32_t i = 0; i < shape.n_rows; i++) unit[i] = _mm512_set1_ps(factor[i] * side->unit[vg][i]);
-        for (int32_t r = 0; r < 8; r++) {
-            __m512i sum[2][HKV_BLOCK_ROWS];
-            for (int32_t i = 0; i < shape.n_rows; i++) sum[0][i] = sum[1][i] = side->start[vg][i];
+        for (int32_t r = 0; r < 8; r += 2) {   /* two rows share the loads of weights */
+            __m512i sum[HKV_BLOCK_ROWS][2][2]; /* [][r, r + 1][+ 0, + 8] */
+            for (int32_t i = 0; i < shape.n_rows; i++)
+                sum[i][0][0] = sum[i][0][1] = sum[i][1][0] = sum[i][1][1] = side->start[vg][i];
             for (int32_t tile = 0; tile < n_tiles; tile++) {
-                size_t offset = hkv_group_offset(f->stored_dim, tile, g, r, is_half);
-                __m512i low_codes = shape.with_low ? hkv_group_load(low, offset, is_half) : _mm512_setzero_si512();
-                hkv_code_pairs codes =
-                    hkv_split_codes(hkv_group_load(high, offset, is_half), low_codes, shape.with_low);
-                _mm_prefetch((const char *)(ahead_high + offset), _MM_HINT_T0);
-                if (shape.with_low) _mm_prefetch((const char *)(ahead_low + offset), _MM_HINT_T0);
-                for (int32_t i = 0; i < shape.n_rows; i++) {
-                    sum[0][i] = _mm512_dpwssd_epi32(sum[0][i], codes.upper[0], side->p[vg][tile][0][i]);
-                    sum[1][i] = _mm512_dpwssd_epi32(sum[1][i], codes.upper[1], side->p[vg][tile][0][i]);
+                hkv_code_pairs codes[2];
+                for (int32_t j = 0; j < 2; j++) {
+                    size_t offset = hkv_group_offset(f->stored_dim, tile, g, r + j, is_half);
+                    __m512i high_codes = hkv_group_load(high, offset, is_half);
+                    __m512i low_codes = shape.with_low ? hkv_group_load(low, offset, is_half) : high_codes;
+                    codes[j] = hkv_split_codes(high_codes, low_codes, shape.with_low);
+                    _mm_prefetch((const char *)(ahead_high + offset), _MM_HINT_T0);
+                    if (shape.with_low) _mm_prefetch((const char *)(ahead_low + offset), _MM_HINT_T0);
                 }
                 for (int32_t i = 0; i < shape.n_rows; i++) {
-                    sum[0][i] = _mm512_dpwssd_epi32(sum[0][i], codes.lower[0], side->p[vg][tile][1][i]);
-                    sum[1][i] = _mm512_dpwssd_epi32(sum[1][i], codes.lower[1], side->p[vg][tile][1][i]);
+                    const __m512i upper = side->p[vg][tile][0][i], lower = side->p[vg][tile][1][i];
+                    for (int32_t j = 0; j < 4; j++)
+                        sum[i][j >> 1][j & 1] =
+                            _mm512_dpwssd_epi32(sum[i][j >> 1][j & 1], codes[j >> 1].upper[j & 1], upper);
+                    for (int32_t j = 0; j < 4; j++)
+                        sum[i][j >> 1][j & 1] =
+                            _mm512_dpwssd_epi32(sum[i][j >> 1][j & 1], codes[j >> 1].lower[j & 1], lower);
                 }
             }
-            for (int32_t i = 0; i < shape.n_rows; i++) {
-                __m512 *words = sums->words[i][g][r];
-                words[0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[0][i]), unit[i], words[0]);
-                words[1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[1][i]), unit[i], words[1]);
-            }
+            for (int32_t i = 0; i < shape.n_rows; i++)
+                for (int32_t j = 0; j < 4; j++) {
+                    __m512 *words = &sums->words[i][g][r + (j >> 1)][j & 1];
+                    *words = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[i][j >> 1][j & 1]), unit[i], *words);
+                }
         }
     }
 }
