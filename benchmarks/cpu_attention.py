@@ -4,9 +4,11 @@
     python benchmarks/cpu_attention.py --only decode       one of decode, prefill, seal
     python benchmarks/cpu_attention.py --out results.json
 
-Peers, all on the same values in bf16: torch's scaled_dot_product_attention called with enable_gqa and with the group's heads as query rows of one KV head, and two
-matmuls with a softmax between. Ratios are against the fastest of them. Calls take turns; caches rotate so that no call finds its keys in
-the processor's cache. hybridkv's time includes appending the new tokens (and sealing, when a block fills).
+Peers, all on the same values in bf16: torch's scaled_dot_product_attention called with enable_gqa and with the
+group's heads as query rows of one KV head, and two matmuls with a softmax between. Ratios are against the fastest of
+them. With llama-cpp-python installed, llama.cpp's flash attention at f16, q8_0 and q4_0 is timed beside them. Calls
+take turns; caches rotate so that no call finds its keys in the processor's cache. hybridkv's time includes appending
+the new tokens (and sealing, when a block fills).
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import hybridkv  # noqa: E402
-from machine import machine_line, read_bandwidth, save, time_alternating  # noqa: E402
+import llama_peer
+from machine import machine_line, read_bandwidth, save, time_alternating
+
+import hybridkv
 
 Q_HEADS, KV_HEADS, DIM = 32, 8, 128
 GROUP = Q_HEADS // KV_HEADS
@@ -42,7 +46,7 @@ def plain_config(bits: int, progressive: bool = False) -> hybridkv.HybridConfig:
 def filled_cache(
     bits: int, rows: int, length: int, layers: int, spare: int, step_tokens: int = 0
 ) -> tuple[hybridkv.Cache, list[Any], list[tuple[torch.Tensor, torch.Tensor]]]:
-    """A cache of `rows` sequences of `length` random tokens, with room for `spare` more each; also the K and V of every layer."""
+    """A cache of `rows` sequences of `length` random tokens, with room for `spare` more each; and K, V per layer."""
     cache = hybridkv.Cache(
         plain_config(bits),
         num_layers=layers,
@@ -110,25 +114,44 @@ def decode_rows(rows: int, length: int, rounds: int) -> list[dict[str, Any]]:
     calls: dict[str, Callable[[], object]] = {
         name: rotating([peers[name] for peers in peer_sets]) for name in peer_sets[0]
     }
-    open_steps = []
+    peers = list(calls)
+    llama = llama_calls(contents[:2], q)
+    calls |= llama
     out = torch.empty_like(q)
     for bits in (8, 6, 4, 0):
         cache, sequences, _ = filled_cache(bits, rows, length, layers, spare=4 * rounds + 64)
-        runner = HybridDecode(cache, sequences, layers, q, new_k, new_v, out)
-        open_steps.append(runner)
-        calls[f"hybridkv bits {bits}"] = runner
+        calls[f"hybridkv bits {bits}"] = HybridDecode(cache, sequences, layers, q, new_k, new_v, out)
     times = time_alternating(calls, rounds)
-    best = min(times[name]["median"] for name in peer_sets[0])
+    best = min(times[name]["median"] for name in peers)
     table = []
     for name, ms in times.items():
         table.append({"work": f"decode {rows}x{length}", "name": name, **ms, "ratio": best / ms["median"]})
     return table
 
 
+def llama_calls(contents: list[tuple[torch.Tensor, torch.Tensor]], q: torch.Tensor) -> dict[str, Callable[[], object]]:
+    """llama.cpp's attention on the same values, for each cache type; empty if it is not installed."""
+    if not llama_peer.available():
+        return {}
+    query = q.float().numpy()
+    calls: dict[str, Callable[[], object]] = {}
+    for cache_type in ("f16", "q8_0", "q4_0"):
+        graphs = [
+            llama_peer.LlamaAttention(
+                cache_type, k.float().numpy(), v.float().numpy(), Q_HEADS, torch.get_num_threads()
+            )
+            for k, v in contents
+        ]
+        calls[f"llama.cpp {cache_type}"] = rotating([lambda graph=graph: graph(query) for graph in graphs])  # type: ignore[misc]
+    return calls
+
+
 class HybridDecode:
     """One layer of a decode step per call; a new step whenever all layers had their turn."""
 
-    def __init__(self, cache: hybridkv.Cache, sequences: list[Any], layers: int, q: Any, k: Any, v: Any, out: Any) -> None:
+    def __init__(
+        self, cache: hybridkv.Cache, sequences: list[Any], layers: int, q: Any, k: Any, v: Any, out: Any
+    ) -> None:
         self.cache, self.sequences, self.layers = cache, sequences, layers
         self.q, self.k, self.v, self.out = q, k, v, out
         self.layer = 0
@@ -155,10 +178,14 @@ def prefill_rows(new: int, cached: int, rounds: int) -> list[dict[str, Any]]:
     wide_k, wide_v = (x.repeat_interleave(GROUP, dim=1) for x in (k, v))
     calls: dict[str, Callable[[], object]] = {
         "torch SDPA mask": lambda: functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True),
-        "torch SDPA mask, heads repeated": lambda: functional.scaled_dot_product_attention(q, wide_k, wide_v, attn_mask=bias),
+        "torch SDPA mask, heads repeated": lambda: functional.scaled_dot_product_attention(
+            q, wide_k, wide_v, attn_mask=bias
+        ),
     }
     if not cached:
-        calls["torch SDPA is_causal"] = lambda: functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        calls["torch SDPA is_causal"] = lambda: functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, enable_gqa=True
+        )
         calls["torch SDPA is_causal, heads repeated"] = lambda: functional.scaled_dot_product_attention(
             q, wide_k, wide_v, is_causal=True
         )

@@ -20,7 +20,9 @@ def cpu_name() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.processor()
+    )
 
 
 def cpu_features() -> list[str]:
@@ -37,8 +39,12 @@ def commit() -> str:
     """Commit of the checkout, with + if it has changes; "unknown" outside one."""
     root = Path(__file__).resolve().parent.parent
     try:
-        head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=True)
-        dirty = subprocess.run(["git", "status", "--porcelain", "-uno"], cwd=root, capture_output=True, text=True, check=True)
+        head = subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], cwd=root, capture_output=True, text=True, check=True
+        )
+        dirty = subprocess.run(
+            ["git", "status", "--porcelain", "-uno"], cwd=root, capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
@@ -64,7 +70,9 @@ def machine_line(threads: int) -> dict[str, Any]:
     }
 
 
-def time_alternating(calls: dict[str, Callable[[], object]], rounds: int, warmup: int = 2) -> dict[str, dict[str, float]]:
+def time_alternating(
+    calls: dict[str, Callable[[], object]], rounds: int, warmup: int = 2
+) -> dict[str, dict[str, float]]:
     """Milliseconds of every call, the calls taking turns so that a slow moment of the machine hits all of them.
 
     Returns

@@ -23,7 +23,7 @@ def run(prompt: list[int], salt: bytes = b"") -> None:
 
 
 system = list(range(300))
-run(system + [500, 501, 502])
-run(system + [600, 601])
-run(system + [500, 501, 502, 700])
-run(system + [500, 501, 502, 700], salt=b"another tenant")
+run([*system, 500, 501, 502])
+run([*system, 600, 601])
+run([*system, 500, 501, 502, 700])
+run([*system, 500, 501, 502, 700], salt=b"another tenant")

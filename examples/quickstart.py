@@ -24,4 +24,5 @@ for n_tokens in [1000, 1, 1, 1]:
     print(f"{sequence.length:5d} tokens in the cache, output {tuple(out.shape)}")
 
 stats = cache.stats()
-print(f"in use: {stats.bytes_in_use / 2**20:.2f} MiB; as bfloat16 it would be {sequence.length * 8 * 128 * 4 / 2**20:.2f} MiB")
+plain_bytes = sequence.length * 8 * 128 * 2 * 2
+print(f"in use: {stats.bytes_in_use / 2**20:.2f} MiB; as bfloat16 it would be {plain_bytes / 2**20:.2f} MiB")

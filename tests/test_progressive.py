@@ -1,25 +1,24 @@
-"""Progressive reading and selection, on every code path, against the rule written out in plain PyTorch (docs/transitions.md)."""
+"""Progressive reading and selection, on every code path, against the rules of docs/transitions.md in plain PyTorch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from reference import relative_error
 
 import hybridkv
-from reference import relative_error
 
 SUPPORTED = [path for path in hybridkv.cpu_paths() if hybridkv.cpu_paths()[path]]
 DIM, GROUP, HKV = 64, 4, 2
 
 
 @pytest.fixture(params=SUPPORTED)
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("HYBRIDKV_CPU", request.param)
-    yield request.param
+    return str(request.param)
 
 
 def peaked(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -51,7 +50,14 @@ def stored_at(bits: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor
 
 
 def expected(
-    q: torch.Tensor, new: tuple[torch.Tensor, torch.Tensor], k: torch.Tensor, v: torch.Tensor, bits: int, skip: float, refine: float, hot: list[int]
+    q: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor],
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bits: int,
+    skip: float,
+    refine: float,
+    hot: list[int],
 ) -> tuple[torch.Tensor, dict[str, int]]:
     """The rule, one KV head and record at a time."""
     full_k, full_v = stored_at(bits, k, v)
@@ -103,7 +109,8 @@ def test_progressive_reading(path: str, bits: int, thresholds: tuple[float, floa
     if bits != 4:
         assert after["n_records_refined"] - before["n_records_refined"] == counts["refined"]
     if thresholds == (1e-3, 0.05):
-        assert 0 < counts["skipped"] and 0 < counts["refined"] < counts["read"], "the data must exercise all three cases"
+        assert counts["skipped"] > 0, "the data must exercise all three cases"
+        assert 0 < counts["refined"] < counts["read"], "the data must exercise all three cases"
     assert relative_error(out[0], want) < 2e-3
     assert (after["skipped_mass"] > before["skipped_mass"]) == (counts["skipped"] > 0)
 

@@ -10,9 +10,9 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from reference import KvTable, PlainCache, allowed_error, attention, relative_error
 
 import hybridkv
-from reference import KvTable, PlainCache, allowed_error, attention, relative_error
 
 LAYERS, Q_HEADS, KV_HEADS, DIM = 2, 4, 2, 32
 WINDOWS = [None, 70]
@@ -135,8 +135,16 @@ class CacheMachine(RuleBasedStateMachine):
             step = self.cache.step(handles, counts, token_ids=new)
             with step:
                 for layer in range(LAYERS):
-                    k = torch.cat([part[0] for part in parts[layer]]) if names_ else q[layer].new_empty(0, KV_HEADS, DIM)
-                    v = torch.cat([part[1] for part in parts[layer]]) if names_ else q[layer].new_empty(0, KV_HEADS, DIM)
+                    k = (
+                        torch.cat([part[0] for part in parts[layer]])
+                        if names_
+                        else q[layer].new_empty(0, KV_HEADS, DIM)
+                    )
+                    v = (
+                        torch.cat([part[1] for part in parts[layer]])
+                        if names_
+                        else q[layer].new_empty(0, KV_HEADS, DIM)
+                    )
                     out = torch.full_like(q[layer], float("nan"))
                     step.attend(layer, q[layer], k, v, out=out)
                     outs.append(out)
@@ -162,8 +170,12 @@ class CacheMachine(RuleBasedStateMachine):
         stored_k, stored_v = self.cache.read_tokens(self.live[name], layer, first, len(old))
         stored_k, stored_v = torch.as_tensor(stored_k), torch.as_tensor(stored_v)
         bound = {0: 0.0, 8: 0.03, 6: 0.4, 4: 0.4}[self.bits]
-        assert (stored_k.float() - exact_k[first : len(old)].float()).abs().amax() <= bound if len(old) > first else True
-        assert (stored_v.float() - exact_v[first : len(old)].float()).abs().amax() <= bound if len(old) > first else True
+        assert (
+            (stored_k.float() - exact_k[first : len(old)].float()).abs().amax() <= bound if len(old) > first else True
+        )
+        assert (
+            (stored_v.float() - exact_v[first : len(old)].float()).abs().amax() <= bound if len(old) > first else True
+        )
         k = torch.cat([stored_k, exact_k[len(old) :]])
         v = torch.cat([stored_v, exact_v[len(old) :]])
         if self.has_l2(name, layer):
