@@ -1,9 +1,10 @@
 """Types of the C extension. It is private: use the classes and functions of `hybridkv`."""
 
 from collections.abc import Sequence
-from typing import Any, TypedDict, final
+from typing import Any, final
 
 from ._arrays import DLPackTensor
+from .store import BlockInfo
 
 __version__: str
 
@@ -21,12 +22,6 @@ class BusyError(Error, RuntimeError): ...
 class StaleHandleError(Error, ValueError): ...
 class NoDeviceError(Error, RuntimeError): ...
 class DeviceError(Error, RuntimeError): ...
-
-class BlockInfo(TypedDict):
-    hot_page: int
-    n_hot_tokens: int
-    sealed: bool
-    stamp: int
 
 def config_fields() -> tuple[tuple[str, str], ...]: ...
 def config_build(values: dict[str, Any], preset: str | None = None, /) -> dict[str, Any]: ...

@@ -7,7 +7,7 @@ decides everything that is hot or cold from that alone and never learns which re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 from . import _core
 from ._arrays import DLPackTensor, dtype_name, empty
@@ -15,6 +15,15 @@ from ._attend import OpenStep, attend
 from ._errors import made
 from .cache import TIER_NAMES, TIER_NUMBERS, Tier, as_config
 from .config import HybridConfig
+
+
+class BlockInfo(TypedDict):
+    """Directory entry of a physical block."""
+
+    hot_page: int
+    n_hot_tokens: int
+    sealed: bool
+    stamp: int
 
 
 class Store:
@@ -194,7 +203,7 @@ class Store:
             raise made(_core.ArgumentError, "tier", f'expected "L1" or "L2", got {tier!r}')
         self._core.set_tier(layer, kv_head, block, TIER_NUMBERS[tier])
 
-    def block_info(self, block: int) -> _core.BlockInfo:
+    def block_info(self, block: int) -> BlockInfo:
         """Directory entry of a physical block: its hot page (-1 = none), tokens in it, whether it is sealed, stamp."""
         return self._core.block_info(block)
 

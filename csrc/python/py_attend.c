@@ -27,7 +27,7 @@ static int import_floats(hkv_py_state *state, PyObject *obj, const char *argumen
         hkv_py_tensor_check_layout(state, t, writable) < 0)
         return -1;
     int64_t compact = 1;
-    for (int32_t i = ndim - 1; i >= 0 && compact > 0; i--) {
+    for (int32_t i = ndim - 1; i >= 0 && !hkv_py_tensor_is_empty(t); i--) {
         if (t->shape[i] > 1 && t->strides[i] != compact)
             return hkv_py_fail(state, HKV_ERR_ARGUMENT, argument, "must be contiguous, got stride %lld in dimension %d",
                                (long long)t->strides[i], (int)i);
@@ -106,14 +106,12 @@ static int parse_extras(hkv_py_state *state, PyObject *const *args, const hkv_py
 int hkv_py_attend_parse(hkv_py_state *state, PyObject *const *args, Py_ssize_t n_args, const hkv_py_attend_rule *rule,
                         hkv_py_attend *attend)
 {
-    int64_t layer_idx;
     memset(attend, 0, sizeof *attend);
     if (n_args != HKV_PY_N_ATTEND_ARGS) {
         PyErr_Format(PyExc_TypeError, "attend expected %d arguments, got %zd", HKV_PY_N_ATTEND_ARGS, n_args);
         return -1;
     }
-    if (hkv_py_int_from_object(state, args[0], "layer", 0, rule->n_layers - 1, &layer_idx) < 0) return -1;
-    attend->layer_idx = (int32_t)layer_idx;
+    if (hkv_py_index_from_object(state, args[0], "layer", rule->n_layers, &attend->layer_idx) < 0) return -1;
     if (parse_heads(state, args, rule, attend) < 0) return -1;
     return parse_extras(state, args, rule, attend);
 }

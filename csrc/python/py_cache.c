@@ -419,7 +419,7 @@ static PyObject *cache_read_tokens(PyObject *op, PyObject *args)
     hkv_error error;
     hkv_status status;
     if (!PyArg_ParseTuple(args, "KOLLOO:read_tokens", &sequence, &layer_obj, &first, &n, &k_obj, &v_obj) ||
-        hkv_py_int32_from_object(state, layer_obj, "layer", &layer_idx) < 0)
+        hkv_py_index_from_object(state, layer_obj, "layer", self->rule.n_layers, &layer_idx) < 0)
         return NULL;
     if (hkv_py_token_output_import(state, k_obj, "k_out", n, &self->rule, &k) == 0 &&
         hkv_py_token_output_import(state, v_obj, "v_out", n, &self->rule, &v) == 0 &&
@@ -467,8 +467,9 @@ static PyObject *cache_tiers(PyObject *op, PyObject *args)
     int32_t layer_idx, kv_head;
     PyObject *layer_obj, *head_obj;
     if (!PyArg_ParseTuple(args, "KOO:tiers", &sequence, &layer_obj, &head_obj) ||
-        hkv_py_int32_from_object(state, layer_obj, "layer", &layer_idx) < 0 ||
-        hkv_py_int32_from_object(state, head_obj, "kv_head", &kv_head) < 0 || hkv_py_enter(state, &self->object) < 0)
+        hkv_py_index_from_object(state, layer_obj, "layer", self->rule.n_layers, &layer_idx) < 0 ||
+        hkv_py_index_from_object(state, head_obj, "kv_head", self->rule.n_kv_heads, &kv_head) < 0 ||
+        hkv_py_enter(state, &self->object) < 0)
         return NULL;
     PyObject *tiers = tiers_of(state, self, sequence, layer_idx, kv_head);
     hkv_py_leave(&self->object);
@@ -487,8 +488,8 @@ static PyObject *cache_set_tier(PyObject *op, PyObject *args)
     hkv_error error;
     hkv_status status;
     if (!PyArg_ParseTuple(args, "KOOOi:set_tier", &sequence, &layer_obj, &head_obj, &block_obj, &tier) ||
-        hkv_py_int32_from_object(state, layer_obj, "layer", &layer_idx) < 0 ||
-        hkv_py_int32_from_object(state, head_obj, "kv_head", &kv_head) < 0 ||
+        hkv_py_index_from_object(state, layer_obj, "layer", self->rule.n_layers, &layer_idx) < 0 ||
+        hkv_py_index_from_object(state, head_obj, "kv_head", self->rule.n_kv_heads, &kv_head) < 0 ||
         hkv_py_int_from_object(state, block_obj, "block", INT64_MIN, INT64_MAX, &block) < 0 ||
         hkv_py_enter(state, &self->object) < 0)
         return NULL;
@@ -529,7 +530,8 @@ static PyObject *cache_block_table(PyObject *op, PyObject *args)
     int32_t layer_idx;
     PyObject *layer_obj;
     if (!PyArg_ParseTuple(args, "KO:block_table", &sequence, &layer_obj) ||
-        hkv_py_int32_from_object(state, layer_obj, "layer", &layer_idx) < 0 || hkv_py_enter(state, &self->object) < 0)
+        hkv_py_index_from_object(state, layer_obj, "layer", self->rule.n_layers, &layer_idx) < 0 ||
+        hkv_py_enter(state, &self->object) < 0)
         return NULL;
     PyObject *table = block_table_of(state, self, sequence, layer_idx);
     hkv_py_leave(&self->object);
@@ -544,7 +546,8 @@ static PyObject *cache_export_pages(PyObject *op, PyObject *layer_obj)
     hkv_error error;
     int32_t layer_idx;
     PyObject *view = NULL;
-    if (hkv_py_int32_from_object(state, layer_obj, "layer", &layer_idx) < 0 || hkv_py_enter(state, &self->object) < 0)
+    if (hkv_py_index_from_object(state, layer_obj, "layer", self->rule.n_layers, &layer_idx) < 0 ||
+        hkv_py_enter(state, &self->object) < 0)
         return NULL;
     if (hkv_cache_read_pages(handle_of(self), layer_idx, &pages, &error) == HKV_OK)
         view = hkv_py_view_create(state, self->object.owner, &pages);

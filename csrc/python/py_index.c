@@ -16,6 +16,7 @@ int hkv_py_int_from_object(hkv_py_state *state, PyObject *obj, const char *argum
     if (PyBool_Check(obj) || !PyIndex_Check(obj))
         return hkv_py_fail(state, HKV_ERR_TYPE, argument, "expected an integer, got %.80s", Py_TYPE(obj)->tp_name);
     PyObject *number = PyNumber_Index(obj);
+    if (!number && !PyErr_ExceptionMatches(PyExc_TypeError)) return -1; /* of the caller's own code */
     if (!number) {
         char what[128];
         PyOS_snprintf(what, sizeof what, "expected an integer, got %.80s", Py_TYPE(obj)->tp_name);
@@ -38,6 +39,14 @@ int hkv_py_int32_from_object(hkv_py_state *state, PyObject *obj, const char *arg
 {
     int64_t x;
     if (hkv_py_int_from_object(state, obj, argument, INT32_MIN, INT32_MAX, &x) < 0) return -1;
+    *value = (int32_t)x;
+    return 0;
+}
+
+int hkv_py_index_from_object(hkv_py_state *state, PyObject *obj, const char *argument, int32_t n, int32_t *value)
+{
+    int64_t x;
+    if (hkv_py_int_from_object(state, obj, argument, 0, n - 1, &x) < 0) return -1;
     *value = (int32_t)x;
     return 0;
 }

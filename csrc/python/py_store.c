@@ -161,14 +161,14 @@ static PyObject *store_bind_layer(PyObject *op, PyObject *args)
     hkv_py_state *state = hkv_py_state_of(op);
     hkv_py_store *self = (hkv_py_store *)op;
     PyObject *layer_obj, *pages_obj;
-    int64_t layer_idx;
+    int32_t layer_idx;
     hkv_py_tensor pages = {0};
     if (!PyArg_ParseTuple(args, "OO:bind_layer", &layer_obj, &pages_obj) ||
-        hkv_py_int_from_object(state, layer_obj, "layer", 0, self->rule.n_layers - 1, &layer_idx) < 0 ||
+        hkv_py_index_from_object(state, layer_obj, "layer", self->rule.n_layers, &layer_idx) < 0 ||
         hkv_py_enter(state, &self->object) < 0)
         return NULL;
     int result = hkv_py_tensor_import(state, pages_obj, "pages", 1, &pages);
-    if (result == 0) result = bind_tensor(state, self, (int32_t)layer_idx, &pages);
+    if (result == 0) result = bind_tensor(state, self, layer_idx, &pages);
     if (result == 0) { /* keep the new ones, let go of what was bound before */
         hkv_py_tensor previous = self->pages[layer_idx];
         self->pages[layer_idx] = pages;
@@ -325,7 +325,7 @@ static PyObject *store_read_tokens(PyObject *op, PyObject *args)
     hkv_py_tensor k = {0}, v = {0};
     hkv_py_ints table = {0};
     if (!PyArg_ParseTuple(args, "OOLLLOO:read_tokens", &layer_obj, &table_obj, &seq_len, &first, &n, &k_obj, &v_obj) ||
-        hkv_py_int32_from_object(state, layer_obj, "layer", &layer_idx) < 0)
+        hkv_py_index_from_object(state, layer_obj, "layer", self->rule.n_layers, &layer_idx) < 0)
         return NULL;
     if (hkv_py_token_output_import(state, k_obj, "k_out", n, &self->rule, &k) == 0 &&
         hkv_py_token_output_import(state, v_obj, "v_out", n, &self->rule, &v) == 0 &&
@@ -343,10 +343,10 @@ typedef struct record_place {
     int32_t layer_idx, kv_head, block;
 } record_place;
 
-static int record_place_convert(hkv_py_state *state, record_place *p)
+static int record_place_convert(hkv_py_state *state, const hkv_py_store *self, record_place *p)
 {
-    if (hkv_py_int32_from_object(state, p->layer, "layer", &p->layer_idx) < 0 ||
-        hkv_py_int32_from_object(state, p->head, "kv_head", &p->kv_head) < 0)
+    if (hkv_py_index_from_object(state, p->layer, "layer", self->rule.n_layers, &p->layer_idx) < 0 ||
+        hkv_py_index_from_object(state, p->head, "kv_head", self->rule.n_kv_heads, &p->kv_head) < 0)
         return -1;
     return hkv_py_int32_from_object(state, p->block_obj, "block", &p->block);
 }
@@ -360,7 +360,7 @@ static PyObject *store_set_tier(PyObject *op, PyObject *args)
     hkv_error error;
     hkv_status status;
     if (!PyArg_ParseTuple(args, "OOOi:set_tier", &place.layer, &place.head, &place.block_obj, &tier) ||
-        record_place_convert(state, &place) < 0 || hkv_py_enter(state, &self->object) < 0)
+        record_place_convert(state, self, &place) < 0 || hkv_py_enter(state, &self->object) < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     status = hkv_store_set_tier(handle_of(self), place.layer_idx, place.kv_head, place.block, (hkv_tier)tier, &error);
@@ -379,7 +379,7 @@ static PyObject *store_tier(PyObject *op, PyObject *args)
     hkv_error error;
     hkv_status status;
     if (!PyArg_ParseTuple(args, "OOO:tier", &place.layer, &place.head, &place.block_obj) ||
-        record_place_convert(state, &place) < 0 || hkv_py_enter(state, &self->object) < 0)
+        record_place_convert(state, self, &place) < 0 || hkv_py_enter(state, &self->object) < 0)
         return NULL;
     Py_BEGIN_ALLOW_THREADS
     status = hkv_store_get_tier(handle_of(self), place.layer_idx, place.kv_head, place.block, &tier, &error);

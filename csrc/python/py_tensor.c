@@ -221,7 +221,7 @@ int hkv_py_tensor_check_shape(hkv_py_state *state, const hkv_py_tensor *t, int32
                        hkv_py_tensor_describe(t).chars);
 }
 
-static int tensor_is_empty(const hkv_py_tensor *t)
+int hkv_py_tensor_is_empty(const hkv_py_tensor *t)
 {
     for (int32_t i = 0; i < t->ndim; i++)
         if (t->shape[i] == 0) return 1;
@@ -242,7 +242,7 @@ int hkv_py_tensor_check_layout(hkv_py_state *state, const hkv_py_tensor *t, int 
 {
     if (writable && t->read_only)
         return hkv_py_fail(state, HKV_ERR_ARGUMENT, t->argument, "is written to, but the tensor is read-only");
-    if (tensor_is_empty(t)) return 0;
+    if (hkv_py_tensor_is_empty(t)) return 0;
     if ((uintptr_t)t->data % (t->dtype_bits / 8u) != 0)
         return hkv_py_fail(state, HKV_ERR_ARGUMENT, t->argument, "data must be aligned to its %d-byte elements",
                            t->dtype_bits / 8);

@@ -38,6 +38,9 @@ int hkv_py_tensor_check_shape(hkv_py_state *state, const hkv_py_tensor *t, int32
  * and no two elements in one place. */
 int hkv_py_tensor_check_layout(hkv_py_state *state, const hkv_py_tensor *t, int writable);
 
+/* Whether there is no element; strides mean nothing then. */
+int hkv_py_tensor_is_empty(const hkv_py_tensor *t);
+
 /* "float32 [2, 3]", for messages. */
 typedef struct hkv_py_text {
     char chars[160];
@@ -80,6 +83,8 @@ void hkv_py_ints_release(hkv_py_ints *ints);
 /* One Python integer in lowest..highest; bools and reals are refused. */
 int hkv_py_int_from_object(hkv_py_state *state, PyObject *obj, const char *argument, int64_t lowest, int64_t highest,
                            int64_t *value);
+/* An index of one of n things. */
+int hkv_py_index_from_object(hkv_py_state *state, PyObject *obj, const char *argument, int32_t n, int32_t *value);
 /* Any int32; what it means is checked by the library. */
 int hkv_py_int32_from_object(hkv_py_state *state, PyObject *obj, const char *argument, int32_t *value);
 
