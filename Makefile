@@ -38,10 +38,11 @@ c-test: ## run the C tests under the address and undefined-behaviour sanitizers
 	$(MAKE) --no-print-directory -C tests/c check
 
 .PHONY: lint
-lint: $(INSTALLED) ## ruff, mypy and the check of the C formatting
+lint: $(INSTALLED) ## ruff, mypy, stubtest and the check of the C formatting
 	$(BIN)/ruff check $(PY_FILES)
 	$(BIN)/ruff format --check $(PY_FILES)
 	$(BIN)/mypy
+	$(BIN)/stubtest hybridkv._core --ignore-disjoint-bases
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 
 .PHONY: format
