@@ -174,7 +174,7 @@ class Demo:
     def run_full(self) -> Result:
         """transformers' own cache and torch's attention."""
         self.model.set_attn_implementation("sdpa")
-        cache = DynamicCache(config=self.model.config)
+        cache: Any = DynamicCache(config=self.model.config)
         answer, ms = self._generate(cache, "full cache")
         # counted at 16 bits a number, as a user would keep it, although it runs in float32 here
         mib = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers) * 2 / 2**20
@@ -186,12 +186,12 @@ class Demo:
         self.model.set_attn_implementation("hybridkv")
         capacity = self.prompt.shape[1] + self.n_new_tokens
         cache = HybridCache(self.model.config, {"quantization_bits": bits}, max_tokens=capacity, max_batch=1)
-        answer, ms = self._generate(cache, f"hybridkv, bits {bits}")
+        answer, ms = self._generate(cache, f"hybridkv bits {bits}")
         assert cache.core is not None
         mib = cache.core.stats().bytes_in_use / 2**20
         cache.reset()
         logits = teacher_force(self.model, cache, self.prompt, exact.answer)
-        return Result(f"hybridkv, bits {bits}", answer, logits, mib, ms)
+        return Result(f"hybridkv bits {bits}", answer, logits, mib, ms)
 
 
 def result_table(exact: Result, results: list[Result], n_prompt: int) -> Table:
