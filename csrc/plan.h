@@ -167,8 +167,10 @@ typedef struct hkv_team {
 HKV_INLINE void hkv_team_sync(const hkv_team *team)
 {
     (void)team;
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__)
     __syncthreads();
+#elif defined(HKV_TEST_TEAM) /* lanes as coroutines: tests/c/test_plan_lanes.c */
+    hkv_test_team_sync(team->lane);
 #endif
 }
 
@@ -192,6 +194,8 @@ HKV_INLINE int32_t hkv_team_scan(const hkv_team *team, int32_t value, int32_t *t
     }
     __syncthreads();
     return before + sum - value;
+#elif defined(HKV_TEST_TEAM)
+    return hkv_test_team_scan(team->lane, team->n_lanes, value, total);
 #else
     (void)team;
     *total = value;

@@ -3,8 +3,13 @@
  * The world has everything that a backend has - records with headers, hot pages - and carries out a plan as attend
  * does. So it can be asked what counts: does every row read the very token that its sequence holds at each position?
  */
-#include "plan.h"
 #include "test.h"
+
+#ifdef HKV_TEST_TEAM
+#include "test_team.h"
+#else
+#include "plan.h"
+#endif
 
 enum { MAX_BLOCKS = 48, MAX_PAGES = 40, MAX_ROWS = 6, MAX_NEW = 1024, MAX_WIDTH = 16, MAX_T = 64, MAX_STRIDE = 24 };
 
@@ -119,12 +124,21 @@ static int32_t batch_add(world *w, const int32_t *blocks, int32_t length, int32_
     return r;
 }
 
+#ifndef HKV_TEST_TEAM
+enum { N_LANES = 1, N_SEEDS = 30 };
+
+static void run_team(const hkv_plan_job *job, int32_t *shared)
+{
+    const hkv_team team = {0, 1, shared};
+    hkv_plan_step(job, &team);
+}
+#endif
+
 static void begin(world *w)
 {
     int32_t shared[HKV_TEAM_WORDS];
-    const hkv_team team = {0, 1, shared};
     memset(shared, 0xaa, sizeof shared);
-    hkv_plan_step(&w->job, &team);
+    run_team(&w->job, shared);
 }
 
 /* ------------------------------------------------------------------------------------- carrying out a plan */
@@ -853,8 +867,9 @@ static void test_refused_batches_change_nothing(void)
         begin(&w);
         CHECK_INT(w.failure, cases[i].status);
         CHECK_INT(w.failure_value[0], cases[i].fault);
-        CHECK_INT(w.failure_value[1], cases[i].index);
-        CHECK_ERROR(hkv_plan_report(w.failure_value, &error), cases[i].status, cases[i].argument, cases[i].part);
+        if (N_LANES == 1) CHECK_INT(w.failure_value[1], cases[i].index); /* of several faults any may be told */
+        CHECK_ERROR(hkv_plan_report(w.failure_value, &error), cases[i].status, cases[i].argument,
+                    N_LANES == 1 ? cases[i].part : "");
         CHECK(memcmp(&before, &w.directory, sizeof before) == 0);
         CHECK_INT(w.counters.n_steps, 1);
         batch_clear(&w); /* the same step, right, still works */
@@ -1100,7 +1115,7 @@ static void engine_run(uint64_t seed, int32_t n_steps, int32_t n_blocks, int32_t
 static void test_engine_with_the_guaranteed_pool(void)
 {
     static engine e;
-    for (uint64_t seed = 1; seed <= 30; seed++) {
+    for (uint64_t seed = 1; seed <= N_SEEDS; seed++) {
         engine_run(seed, 1500, 40, 0, (int32_t)(seed % 3), 3, &e);
         CHECK_INT(e.n_full, 0);
         CHECK(e.w.counters.n_pages_evicted > 100);
@@ -1113,7 +1128,7 @@ static void test_engine_with_small_pools(void)
 {
     static engine e;
     int64_t n_full = 0;
-    for (uint64_t seed = 1; seed <= 30; seed++) {
+    for (uint64_t seed = 1; seed <= N_SEEDS; seed++) {
         engine_run(seed, 1500, 16 + (int32_t)seed % 16 * 2, 2 + (int32_t)(seed % 5), (int32_t)(seed % 3), 4, &e);
         CHECK(e.w.counters.n_partial_evicted > 20);
         n_full += e.n_full;
