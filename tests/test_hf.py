@@ -399,6 +399,24 @@ def test_full_is_a_typed_error_and_changes_nothing(llama: Any) -> None:
     assert cache.get_seq_length() == 201
 
 
+def test_too_many_rows_are_a_typed_error_and_fewer_work_afterwards(llama: Any) -> None:
+    llama.set_attn_implementation("hybridkv")
+    cache = exact_cache(llama, max_batch=2)
+    with pytest.raises(hybridkv.CacheFullError):
+        run_forward(llama, cache, **prompt(3, 20))
+    assert torch.equal(
+        run_forward(llama, cache, **prompt(2, 20)), run_forward(llama, exact_cache(llama), **prompt(2, 20))
+    )
+
+
+def test_capacity_holds_what_it_says_whatever_the_batch(llama: Any) -> None:
+    llama.set_attn_implementation("hybridkv")
+    for rows, columns in ((1, 65), (3, 65), (5, 130)):
+        cache = HybridCache(llama.config, max_tokens=rows * columns)
+        run_forward(llama, cache, **prompt(rows, columns))
+        assert cache.get_seq_length() == columns
+
+
 def test_capacity_follows_the_prompt_by_default(llama: Any) -> None:
     llama.set_attn_implementation("hybridkv")
     cache = HybridCache(llama.config)
@@ -474,6 +492,8 @@ def test_calls_that_cannot_be_honoured_are_refused(llama: Any) -> None:
         cache.reorder_cache(torch.tensor([4]))
     with pytest.raises(hybridkv.ArgumentError, match="repeats"):
         cache.batch_repeat_interleave(0)
+    with pytest.raises(UnsupportedError, match="batch_repeat_interleave"):
+        copy.deepcopy(cache)
     with pytest.raises(UnsupportedError, match="all layers at once"):
         cache.layers[0].crop(-1)
     assert cache.get_seq_length() == 20

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -214,6 +214,11 @@ class HybridCache(Cache):
         return (
             f"HybridCache(layers={len(self._windows)}, rows={len(self._rows)}, columns={self._padding.n_columns}, "
             f"config={self._hybrid_config!r})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise unsupported(
+            "cache", "its memory is not copied; to go on from one prompt twice, use batch_repeat_interleave"
         )
 
     @property
@@ -451,7 +456,7 @@ class HybridCache(Cache):
 
     def _ensure_rows(self, core: hybridkv.Cache, n_rows: int) -> None:
         """One sequence per row; while it is empty the cache takes any batch size."""
-        if len(self._rows) == n_rows:
+        if self._padding.n_rows == n_rows:
             return
         while len(self._rows) > n_rows:
             core.free(self._rows.pop())
