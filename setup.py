@@ -44,8 +44,8 @@ def extra_args() -> list[str]:
     if os.environ.get("HYBRIDKV_WERROR") == "1":
         args += ["-Wall", "-Wextra", "-Werror"]
     if sanitizers := os.environ.get("HYBRIDKV_SANITIZE"):
-        args += [f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-g"]
-    return args
+        return [*args, f"-fsanitize={sanitizers}", "-fno-omit-frame-pointer", "-g"]
+    return [*args, "-g0"]
 
 
 class BuildExt(build_ext):
