@@ -103,4 +103,4 @@ class PlainCache:
     def reorder(self, names: list[int], source_idx: list[int]) -> None:
         old = {name: list(self.sequences[name]) for name in names}
         for name, idx in zip(names, source_idx, strict=True):
-            self.sequences[name] = old[names[idx]]
+            self.sequences[name] = list(old[names[idx]])

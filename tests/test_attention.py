@@ -54,20 +54,29 @@ def attend_and_check(
     window: int = 0,
     **options: Any,
 ) -> None:
-    """Attend the tokens k, v on top of what `sequence` has; compare with double precision on the stored values."""
+    """Attend the tokens k, v on top of what `sequence` has; compare with double precision on the stored values.
+
+    In a layer with a window those may be gone after the step, so they are read before it; a block that turns cold in
+    the step itself then differs by its quantisation.
+    """
     context = sequence.length
+    first = max(0, context - window + 1) if window else 0
+    stored = cache.read_tokens(sequence, 0, first, context)
     lse = torch.full(q.shape[:2], math.nan)
     out = torch.full_like(q, math.nan)
     with cache.step([sequence], [len(q)]) as step:
         step.attend(0, q, k, v, out=out, lse=lse, **options)
-    first = max(0, context - window + 1) if window else 0
-    stored = [torch.as_tensor(x) for x in cache.read_tokens(sequence, 0, first, context)]
-    k_all, v_all = torch.cat([stored[0], k]), torch.cat([stored[1], v])
+    if not window:
+        stored = cache.read_tokens(sequence, 0, first, context)
+    k_all, v_all = (torch.cat([torch.as_tensor(x), y]) for x, y in zip(stored, (k, v), strict=True))
     plain = {"scale": options.get("scale"), "soft_cap": options.get("soft_cap", 0.0), "sinks": options.get("sinks")}
     want, want_lse = attention(q, k_all, v_all, window=window, **plain)
+    turned_cold = 0.012 if window and cache.config.quantization_bits else 0.0
+    score_size = (options.get("scale") or 0.0) * math.sqrt(q.shape[-1])
     assert out.isfinite().all()
-    assert relative_error(out, want) <= allowed_error(q, k_all, v_all, want, window=window, **plain)
-    assert (lse.double() - want_lse).abs().max() <= 2e-3
+    assert relative_error(out, want) <= allowed_error(q, k_all, v_all, want, window=window, **plain) + turned_cold
+    # read_tokens rounds what is stored to the model's dtype, which moves scores by up to that much
+    assert (lse.double() - want_lse).abs().max() <= 5e-3 * max(1.0, score_size) + turned_cold
 
 
 @pytest.mark.parametrize("bits", [0, 4, 6, 8])

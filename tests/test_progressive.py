@@ -28,14 +28,14 @@ def peaked(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     k, v = torch.randn(2, length, HKV, DIM)
     direction = q[0].view(HKV, GROUP, DIM).mean(1)
     strength = torch.linspace(-1.5, 1.5, length // 64 + 1)[torch.randperm(length // 64 + 1)]
-    k += strength.repeat_interleave(64)[:length, None, None] * direction * 1.2
+    k += strength.repeat_interleave(64)[:length, None, None] * direction * 2.5
     return q, k, v
 
 
 def build(bits: int, k: torch.Tensor, v: torch.Tensor, **fields: Any) -> tuple[hybridkv.Cache, Any]:
     config = hybridkv.HybridConfig(quantization_bits=bits, **fields)
     cache = hybridkv.Cache(
-        config, num_layers=1, num_kv_heads=HKV, head_dim=DIM, dtype="float32", max_tokens=8192, max_sequences=1
+        config, num_layers=1, num_kv_heads=HKV, head_dim=DIM, dtype="float32", max_tokens=8192, max_sequences=2
     )
     sequence = cache.add_sequence()
     with cache.step([sequence], [len(k)]) as step:

@@ -7,17 +7,30 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
 from reference import KvTable, PlainCache, allowed_error, attention, relative_error
 
 import hybridkv
 
 LAYERS, Q_HEADS, KV_HEADS, DIM = 2, 4, 2, 32
-WINDOWS = [None, 70]
-STEPS = 60 if os.environ.get("HYBRIDKV_TEST_LONG") else 25
-EXAMPLES = 60 if os.environ.get("HYBRIDKV_TEST_LONG") else 12
+WINDOWS = [0, 70]
+# Largest difference between a N(0,1) value that was appended and what is stored of it, after several restores; also a
+# generous bound of what that does to an output.
+STORED = {0: 0.0, 8: 0.06, 6: 0.5, 4: 0.5}
+LONG = bool(os.environ.get("HYBRIDKV_TEST_LONG"))
+STEPS = 60 if LONG else 30
+EXAMPLES = 400 if LONG else 50
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -45,7 +58,7 @@ class CacheMachine(RuleBasedStateMachine):
             device=self.device,
             max_tokens=max_tokens,
             max_sequences=6,
-            layer_windows=WINDOWS,
+            layer_windows=[window or None for window in WINDOWS],
         )
         self.table = KvTable(LAYERS, KV_HEADS, DIM, torch.bfloat16)
         self.plain = PlainCache()
@@ -94,7 +107,13 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(name=names, share=st.floats(0, 1))
     def truncate(self, name: int, share: float) -> None:
         keep = int(share * len(self.plain.sequences[name]))
-        self.cache.truncate(self.live[name], keep)
+        length = len(self.plain.sequences[name])
+        try:
+            self.cache.truncate(self.live[name], keep)
+        except hybridkv.ArgumentError:  # the windowed layer has dropped tokens that the kept ones see
+            assert 0 < keep < length
+            assert length > WINDOWS[1]
+            return
         del self.plain.sequences[name][keep:]
 
     @rule(data=st.data())
@@ -163,26 +182,23 @@ class CacheMachine(RuleBasedStateMachine):
     def check_row(self, name: int, layer: int, new: list[int], q: torch.Tensor, out: torch.Tensor) -> None:
         if not new:
             return
-        window = WINDOWS[layer] or 0
         old = self.plain.sequences[name]
         exact_k, exact_v = self.table(layer, old + new, 0)
-        first = max(0, len(old) - window + 1) if window else 0
-        stored_k, stored_v = self.cache.read_tokens(self.live[name], layer, first, len(old))
-        stored_k, stored_v = torch.as_tensor(stored_k), torch.as_tensor(stored_v)
-        bound = {0: 0.0, 8: 0.03, 6: 0.4, 4: 0.4}[self.bits]
-        assert (
-            (stored_k.float() - exact_k[first : len(old)].float()).abs().amax() <= bound if len(old) > first else True
-        )
-        assert (
-            (stored_v.float() - exact_v[first : len(old)].float()).abs().amax() <= bound if len(old) > first else True
-        )
-        k = torch.cat([stored_k, exact_k[len(old) :]])
-        v = torch.cat([stored_v, exact_v[len(old) :]])
+        window = WINDOWS[layer]
         if self.has_l2(name, layer):
             assert out.isfinite().all()
-            return
-        want, _ = attention(q, k, v, window=window)
-        assert relative_error(out, want) <= allowed_error(q, k, v, want, window=window)
+        elif window:  # the tokens that the first queries saw may be gone by now
+            want, _ = attention(q, exact_k, exact_v, window=window)
+            assert (
+                relative_error(out, want) <= allowed_error(q, exact_k, exact_v, want, window=window) + STORED[self.bits]
+            )
+        else:
+            stored = [torch.as_tensor(x) for x in self.cache.read_tokens(self.live[name], layer, 0, len(old))]
+            for got, exact in zip(stored, (exact_k, exact_v), strict=True):
+                assert ((got.float() - exact[: len(old)].float()).abs() <= STORED[self.bits]).all()
+            k, v = (torch.cat([got, exact[len(old) :]]) for got, exact in zip(stored, (exact_k, exact_v), strict=True))
+            want, _ = attention(q, k, v)
+            assert relative_error(out, want) <= allowed_error(q, k, v, want)
 
     def has_l2(self, name: int, layer: int) -> bool:
         """Records in L2 are read at INT4, which read_tokens does not show."""
@@ -210,8 +226,10 @@ class CacheMachine(RuleBasedStateMachine):
 def test_life_cycles(bits: int) -> None:
     machine = type(f"CacheMachine{bits}", (CacheMachine,), {"bits": bits})
     settings_ = settings(
-        max_examples=EXAMPLES, stateful_step_count=STEPS, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=EXAMPLES,
+        stateful_step_count=STEPS,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.explicit, Phase.reuse, Phase.generate, *([Phase.shrink] if LONG else [])],
     )
-    from hypothesis.stateful import run_state_machine_as_test
-
     run_state_machine_as_test(machine, settings=settings_)
