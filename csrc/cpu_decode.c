@@ -358,15 +358,11 @@ static void item_keep_lse(const decode_job *job, decode_item *item, const hkv_cp
 {
     int32_t n_rows = item->query.n_rows;
     for (int32_t s = 0; s < n_sources; s++) {
-        int32_t i = sources[s].logical_block - item->first_block;
         const float *source_lse = lse + (size_t)s * (size_t)n_rows;
-        if (!job->is_survey) {
-            memcpy(item->block_lse + (size_t)i * (size_t)n_rows, source_lse, (size_t)n_rows * sizeof(float));
-            continue;
-        }
-        for (int32_t r = 0; r < n_rows; r++)
-            if (source_lse[r] > -INFINITY)
-                item->shares[i] = fmaxf(item->shares[i], expf(source_lse[r] - item->reference_lse[r]));
+        float *share = &item->shares[sources[s].logical_block - item->first_block];
+        if (!job->is_survey) block_lse_add(item, sources[s].logical_block, source_lse);
+        for (int32_t r = 0; job->is_survey && r < n_rows; r++)
+            if (source_lse[r] > -INFINITY) *share = fmaxf(*share, expf(source_lse[r] - item->reference_lse[r]));
     }
 }
 
@@ -554,6 +550,12 @@ static hkv_record_header *item_header(const hkv_cpu_step *step, int32_t row, int
     return record && hkv_cpu_record_n_tokens(&step->group->format, record) > 0 ? (hkv_record_header *)record : NULL;
 }
 
+/* Only rows that write move state: a dummy step leaves no trace. */
+static int32_t row_keeps_mass(const hkv_cpu_step *step, int32_t row)
+{
+    return step->group->plan.rows[row].first_segment >= 0;
+}
+
 /* Masses of the wave's items of one KV head into headers, which rows may share. */
 static void wave_keep_mass(void *ctx, int32_t kv_head, int32_t worker)
 {
@@ -561,7 +563,7 @@ static void wave_keep_mass(void *ctx, int32_t kv_head, int32_t worker)
     (void)worker;
     for (int32_t n = 0; n < job->n_items; n++) {
         const decode_item *item = &job->items[n];
-        if (item->tile.kv_head != kv_head) continue;
+        if (item->tile.kv_head != kv_head || !row_keeps_mass(job->step, item->tile.row)) continue;
         for (int32_t i = 0; i < item->n_blocks; i++) {
             hkv_record_header *header = item_header(job->step, item->tile.row, kv_head, item->first_block + i);
             if (!header) continue;
@@ -617,7 +619,8 @@ static void head_decay_history(void *ctx, int32_t kv_head, int32_t worker)
     (void)worker;
     for (int32_t r = 0; r < step->batch->n_rows; r++) {
         const hkv_plan_row *row = &step->group->plan.rows[r];
-        int32_t end = is_decoded(row) ? hkv_cpu_n_blocks(&step->group->format, row->length) : 0;
+        int32_t end =
+            is_decoded(row) && row_keeps_mass(step, r) ? hkv_cpu_n_blocks(&step->group->format, row->length) : 0;
         for (int32_t block = hkv_cpu_first_block(step->group, row->length - row->n_new); block < end; block++) {
             hkv_record_header *header = item_header(step, r, kv_head, block);
             if (!header || header->mass < 0.0f) continue;

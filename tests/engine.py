@@ -114,7 +114,7 @@ class Engine:
     def copy(self, name: int) -> int | None:
         """A new sequence whose full blocks are byte copies, made without telling the store."""
         source = self.sequences[name]
-        n_full = len(source.tokens) // self.block
+        n_full = min(len(source.tokens) // self.block, len(source.blocks))
         if not self.can_allocate(n_full):
             return None
         blocks = [self.allocate() for _ in range(n_full)]
