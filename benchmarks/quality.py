@@ -8,7 +8,7 @@
 SmolLM2-135M-Instruct (--model for another one) in float32 reads a real text: Python's documentation, or the source of
 its standard library. The context is prefilled in one pass, the next 256 tokens are teacher-forced one at a time
 through decode attention. The exact predictions come from the same model and code with quantization_bits=0. Hot zone 32
-tokens, first block hot. KL is the mean over positions of KL(exact || quantised) over the vocabulary, in nats and float64.
+tokens, first block hot. KL is the mean over positions of KL(exact || quantised) over the vocabulary, in nats.
 """
 
 from __future__ import annotations
