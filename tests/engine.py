@@ -211,10 +211,15 @@ class Engine:
         assert torch.equal(before[0], after[0])
         assert before[1] == after[1]
 
-    def snapshot(self) -> tuple[torch.Tensor, list[Any]]:
-        """All bytes of all pages, and what the directory says about every block."""
-        info = [self.store.block_info(block) for block in range(len(self.references))]
-        return self.pages.clone(), [(i["hot_page"], i["n_hot_tokens"], i["sealed"]) for i in info]
+    def snapshot(self) -> tuple[torch.Tensor, dict[int, tuple[int, int, bool]]]:
+        """All bytes of all pages, and the hot page of every block that has a valid one."""
+        hot = {}
+        for block in range(len(self.references)):
+            info = self.store.block_info(block)
+            stamp = int(self.pages[0, block, 0, :4].cpu().view(torch.int32)) & 0xFFFFFFFF
+            if self.bits and info["hot_page"] >= 0 and info["stamp"] == stamp:
+                hot[block] = (info["hot_page"], info["n_hot_tokens"], info["sealed"])
+        return self.pages.clone(), hot
 
     # --------------------------------------------------------------------------------------------------------- checks
 
