@@ -106,12 +106,13 @@ template <bool kProgressive> struct Producer {
         cursor.advance(1, p.n_stages);
         n_items++;
     }
-    /* Up to a whole round of consumers; the last round carries the flag. */
+    /* Fill up the consumers' round; then one more that carries the flags to each of them. */
     __device__ __forceinline__ void close_round(int flags)
     {
-        const Item nothing = {kItemNothing, static_cast<int16_t>(flags), 0, 0, 0, nullptr};
-        do push(nothing, nullptr, 0);
-        while (n_items % kConsumers);
+        Item nothing = {kItemNothing, 0, 0, 0, 0, nullptr};
+        while (n_items % kConsumers) push(nothing, nullptr, 0);
+        nothing.flags = static_cast<int16_t>(flags);
+        for (int i = 0; i < kConsumers; i++) push(nothing, nullptr, 0);
     }
     /* A block's rows (page of head h at page + h * head_stride), a quarter an item. */
     __device__ __forceinline__ void push_rows(const uint8_t *page, size_t head_stride, int block, int n_tokens)
@@ -137,7 +138,7 @@ template <bool kProgressive> struct Producer {
         if (page < 0 || n_tokens <= 0) return;
         wait_once();
         push_rows(p.layer.hot_page(page, chunk.head), p.layer.format.row_page_bytes, block,
-                  min(kBlockTokens, n_tokens));
+                  min(p.page_n_tokens[page], n_tokens));
     }
     /* All hot pages of a row that its queries can see. */
     __device__ void push_hot(const Chunk &chunk)
@@ -340,7 +341,7 @@ template <typename S, bool kProgressive> struct Consumer {
     {
         const hkv_record_header *header = reinterpret_cast<const hkv_record_header *>(stage);
         *planes = header->planes;
-        return min(item.n_tokens, record_tokens(header));
+        return min(item.n_tokens, hkv_header_n_tokens(header, kBlockTokens));
     }
     template <bool kKeyLow>
     __device__ __forceinline__ void score_record(const uint8_t *prefix, const uint8_t *k_low, const Item &item,
@@ -565,7 +566,7 @@ template <typename S, bool kProgressive> struct Consumer {
         if (rank() > 0) store_partial<S>(acc, query, lane);
         named_barrier(kConsumerBarrier, kConsumers * 32);
         if (rank() == 0)
-            add_partials<S>(acc, query + n_heads * kPartialBytes<S>, n_heads * kPartialBytes<S>, n_ranks - 1, lane);
+            add_partials<true>(acc, query + n_heads * kPartialBytes<S>, n_heads * kPartialBytes<S>, n_ranks - 1, lane);
         named_barrier(kConsumerBarrier, kConsumers * 32);
     }
     /* Hand the chunk's result on; whoever completes a unit writes its output. Parts are merged kMergeGroup at a time,
@@ -584,7 +585,7 @@ template <typename S, bool kProgressive> struct Consumer {
                 store_partial<S>(acc, partial_of(chunk->first_slot + part * span), lane);
                 if (!arrive_last(level, slot, n)) return;
                 acc.clear();
-                add_partials<S>(acc, partial_of(slot), span * kConsumers * kPartialBytes<S>, n, lane);
+                add_partials<false>(acc, partial_of(slot), span * kConsumers * kPartialBytes<S>, n, lane);
             }
             part /= group;
             n_left = (n_left + group - 1) / group;

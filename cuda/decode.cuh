@@ -17,8 +17,9 @@ struct DecodeParams {
 
     const int32_t *block_table; /* [n_rows, block_table_stride] */
     int64_t block_table_stride;
-    const uint32_t *block_step; /* [n_blocks] step that last wrote a block, or NULL: may be read before the wait */
-    const uint32_t *step;       /* [1] */
+    const int32_t *page_n_tokens; /* [n_hot_pages] tokens valid in each */
+    const uint32_t *block_step;   /* [n_blocks] step that last wrote a block, or NULL: may be read before the wait */
+    const uint32_t *step;         /* [1] */
 
     NewTokens tokens;
     const void *q;

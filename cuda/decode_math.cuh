@@ -8,8 +8,10 @@
  *   Scores are in log2 units, x = scale * log2(e) * q.k. Per record q' = fp16(q * scale_K) multiplies codes; q.zero
  * comes from the model's own q. Codes are centred (128; 136 for the high plane alone): k = q.(zero + centre * scale) +
  *   q'.(code - centre), so that the rounding of q' meets no common offset.
- *   m is a lazy reference, not the maximum: of x + log2(scale_V), because what must fit fp16 is P' = 2^(x - m) *
- * scale_V * 512. It moves only when some P' would pass 2^15; one vote a record. Sums and the V-zero term are fp32.
+ *   V's codes are centred too, by taking 128 P' off o after each record: a tensor core truncates what it adds up, so o
+ * must not grow with an offset that the V-zero term cancels later (1e-1 at 128K tokens otherwise). m is a lazy
+ * reference, not the maximum: of x + log2(scale_V), because what must fit fp16 is P' = 2^(x - m) * scale_V * 512. It
+ * moves only when some P' would pass 2^15; one vote a record. Sums and the V-zero term are fp32.
  */
 #ifndef HKV_CUDA_DECODE_MATH_CUH
 #define HKV_CUDA_DECODE_MATH_CUH
@@ -86,7 +88,7 @@ template <int kDim, bool kExact, int kColumns_> struct Shape {
     }
 };
 
-/* What a warp has added up. o is in units of P' * code * 2^-24 until finish(). */
+/* What a warp has added up. o is in units of P' * (code - centre) * 2^-24 until finish(). */
 template <typename S> struct Accumulator {
     float o[S::kColumnTiles][S::kSteps][4];
     float m[S::kColumnTiles][2], l[S::kColumnTiles][2]; /* l and z: this lane's tokens only, until finish() */
@@ -306,8 +308,17 @@ __device__ __forceinline__ void add_record_values(const S &shape, Accumulator<S>
                                                   const uint8_t *value_params, const uint8_t *high, const uint8_t *low,
                                                   int lane)
 {
-    /* The high plane's 16 u and u meet P' and 16 P', so P' must leave room for the 16; 16 u stands for 16 u + 8. */
-    constexpr float kLaterUnit = kBoth ? kProbUnit : kProbUnit * 16.f, kZeroShift = kBoth ? 0.f : 8.f;
+    /* The high plane's 16 u and u meet P' and 16 P', so P' must leave room for the 16; 16 u stands for 16 u + 8.
+     * v = (zero + centre * scale) + scale * (code - centre). */
+    constexpr float kLaterUnit = kBoth ? kProbUnit : kProbUnit * 16.f, kCentre = kBoth ? 128.f : 136.f;
+    constexpr uint32_t kMinusLater = kBoth ? 0x80808080u : 0x80088008u; /* -128 * 2^-24, or -8 beside 16 P' */
+    const uint32_t minus_centre[4] = {0x80808080u, 0x80808080u, kMinusLater, kMinusLater};
+    float offsets[S::kColumnTiles][S::kValueGroups][4];
+#pragma unroll
+    for (int n = 0; n < S::kColumnTiles; n++)
+#pragma unroll
+        for (int g = 0; g < S::kValueGroups; g++)
+            offsets[n][g][0] = offsets[n][g][1] = offsets[n][g][2] = offsets[n][g][3] = 0.f;
     make_room(shape, acc, x, value_params, kBoth ? kProbLogLimit : kProbLogLimit - 4.f, lane);
     const int tile_bytes = shape.layout().dim * 8;
 #pragma unroll
@@ -324,13 +335,13 @@ __device__ __forceinline__ void add_record_values(const S &shape, Accumulator<S>
             for (int g = 0; g < S::kValueGroups; g++) {
                 if (!shape.has(g * 8)) break;
                 const ValueParams v(value_params, g, t, lane);
-                const float zero0 = fmaf(v.scale.x, kZeroShift, v.zero.x),
-                            zero8 = fmaf(v.scale.y, kZeroShift, v.zero.y);
-                acc.z[n][g][0] = fmaf(p[0], zero0, fmaf(p[2], zero8, acc.z[n][g][0]));
-                acc.z[n][g][1] = fmaf(p[1], zero0, fmaf(p[3], zero8, acc.z[n][g][1]));
+                const float middle0 = fmaf(v.scale.x, kCentre, v.zero.x), middle8 = fmaf(v.scale.y, kCentre, v.zero.y);
+                acc.z[n][g][0] = fmaf(p[0], middle0, fmaf(p[2], middle8, acc.z[n][g][0]));
+                acc.z[n][g][1] = fmaf(p[1], middle0, fmaf(p[3], middle8, acc.z[n][g][1]));
                 const float unit0 = v.scale.x * kProbUnit, unit8 = v.scale.y * kLaterUnit;
                 b[n][g][0] = transpose_8x8(pack_half2(p[0] * unit0, p[1] * unit0));
                 b[n][g][1] = transpose_8x8(pack_half2(p[2] * unit8, p[3] * unit8));
+                mma_f16(offsets[n][g], minus_centre, b[n][g][0], b[n][g][1]);
             }
         }
 #pragma unroll
@@ -355,6 +366,12 @@ __device__ __forceinline__ void add_record_values(const S &shape, Accumulator<S>
             }
         }
     }
+#pragma unroll
+    for (int n = 0; n < S::kColumnTiles; n++)
+#pragma unroll
+        for (int s = 0; s < S::kSteps; s++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) acc.o[n][s][j] += offsets[n][s * 16 / HKV_VALUE_GROUP][j];
 }
 
 /* ------------------------------------------------------------------------------------------------- 16 tokens of 16-bit

@@ -46,9 +46,14 @@ __device__ __forceinline__ void add_weighted(Accumulator<S> &acc, int n, int pai
     }
 }
 
-/* Take n more partials, `stride` bytes apart, into a finished (or cleared) accumulator, in their order. They are fresh
- * from other warps: read past L1. */
-template <typename S>
+template <bool kShared, typename T> __device__ __forceinline__ T load_partial(const T *p)
+{
+    return kShared ? *p : __ldcg(p);
+}
+
+/* Take n more partials, `stride` bytes apart, into a finished (or cleared) accumulator, in their order. Those in
+ * global memory are fresh from other blocks: read past L1. */
+template <bool kShared, typename S>
 __device__ __forceinline__ void add_partials(Accumulator<S> &acc, const uint8_t *partials, int stride, int n_partials,
                                              int lane)
 {
@@ -66,11 +71,12 @@ __device__ __forceinline__ void add_partials(Accumulator<S> &acc, const uint8_t 
 #pragma unroll
             for (int i = 0; i < kBatch; i++) {
                 const uint8_t *partial = partials + static_cast<int64_t>(min(first + i, n_partials - 1)) * stride;
-                sums[i] = __ldcg(reinterpret_cast<const float4 *>(partial + S::kQueryBytes + (n * 4 + lane % 4) * 16));
+                sums[i] = load_partial<kShared>(
+                    reinterpret_cast<const float4 *>(partial + S::kQueryBytes + (n * 4 + lane % 4) * 16));
                 if (first + i >= n_partials) sums[i] = make_float4(kNone, 0.f, kNone, 0.f);
 #pragma unroll
                 for (int pair = 0; pair < S::kSteps / 2; pair++)
-                    o[i][pair] = __ldcg(
+                    o[i][pair] = load_partial<kShared>(
                         reinterpret_cast<const uint4 *>(partial + ((n * S::kSteps / 2 + pair) * 32 + lane) * 16));
             }
             float top0 = acc.m[n][0], top1 = acc.m[n][1];

@@ -7,6 +7,7 @@
 #define HKV_CUDA_FORMAT_CUH
 
 #include "../csrc/format.h"
+#include "../csrc/plan.h"
 #include "ptx.cuh"
 
 namespace hkv
@@ -46,14 +47,6 @@ __device__ __forceinline__ uint4 load_plane(const uint8_t *plane_tile, int step_
         return make_uint4(v.x, v.y, 0, 0);
     }
     return *reinterpret_cast<const uint4 *>(p + lane * 16);
-}
-
-/* Tokens a record holds: 0 unless the header is one of ours. */
-__device__ __forceinline__ int record_tokens(const hkv_record_header *header)
-{
-    const int n = header->n_valid_tokens;
-    return header->stamp != 0 && header->version == HKV_FORMAT_VERSION && header->planes != 0 && n <= kBlockTokens ? n
-                                                                                                                   : 0;
 }
 
 } // namespace hkv

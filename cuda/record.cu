@@ -258,12 +258,12 @@ __device__ void write_header(const hkv_format &f, uint8_t *record, uint32_t stam
 /* ------------------------------------------------------------------------------------------------------------
  * restoring */
 
-/* Bring tokens 0 .. n-1 of a record into a row page, as they read back at the best precision present. Tokens that the
- * record does not hold become zeros. */
-__device__ void restore_from_record(const hkv_format &f, const uint8_t *record, int n_tokens, uint8_t *page)
+/* Bring tokens 0 .. n_held-1 of a record into a row page, as they read back at the best precision present. Those that
+ * the record does not hold, and all others up to n_tokens, become zeros. */
+__device__ void restore_from_record(const hkv_format &f, const uint8_t *record, int n_held, int n_tokens, uint8_t *page)
 {
     const hkv_record_header *header = reinterpret_cast<const hkv_record_header *>(record);
-    const int n_held = record_tokens(header);
+    n_held = min(n_held, hkv_header_n_tokens(header, kBlockTokens));
     const hkv_precision precision = hkv_record_precision(header->planes);
     const int per_token = 2 * f.stored_dim;
     for (int i = threadIdx.x; i < n_tokens * per_token; i += kThreads) {
@@ -289,11 +289,13 @@ __device__ void restore_from_record(const hkv_format &f, const uint8_t *record, 
     }
 }
 
-/* Copy tokens 0 .. n-1 from one row page to another. */
-__device__ void restore_from_page(const hkv_format &f, const uint8_t *source, int n_tokens, uint8_t *page)
+/* Copy tokens 0 .. n_held-1 from a row page, which may be the same; zeros up to n_tokens. */
+__device__ void restore_from_page(const hkv_format &f, const uint8_t *source, int n_held, int n_tokens, uint8_t *page)
 {
-    for (int i = threadIdx.x; i < n_tokens * f.row_bytes / 16; i += kThreads)
-        reinterpret_cast<uint4 *>(page)[i] = reinterpret_cast<const uint4 *>(source)[i]; /* the swizzle is per token */
+    const int chunks = f.row_bytes / 16; /* the swizzle stays inside a token */
+    for (int i = threadIdx.x; i < n_tokens * chunks; i += kThreads)
+        reinterpret_cast<uint4 *>(page)[i] =
+            i < n_held * chunks ? reinterpret_cast<const uint4 *>(source)[i] : make_uint4(0, 0, 0, 0);
 }
 
 /* --------------------------------------------------------------------------------------------------------------
@@ -338,12 +340,13 @@ __global__ void __launch_bounds__(kThreads)
         save_victim(layer, plan, segment.page, head, Staging(layer.format, memory), clock ? *clock : 0);
     if (segment.n_restore == 0) return;
     uint8_t *rows = segment_rows(layer, segment, head);
-    if (segment.restore_page >= 0)
-        restore_from_page(layer.format, layer.hot_page(segment.restore_page, head), segment.n_restore, rows);
-    else if (layer.format.bits == 0)
-        restore_from_page(layer.format, layer.record(segment.restore_block, head), segment.n_restore, rows);
+    const hkv_format &f = layer.format;
+    if (f.bits == 0)
+        restore_from_page(f, layer.record(segment.restore_block, head), segment.n_held, segment.n_restore, rows);
+    else if (segment.restore_page >= 0)
+        restore_from_page(f, layer.hot_page(segment.restore_page, head), segment.n_held, segment.n_restore, rows);
     else
-        restore_from_record(layer.format, layer.record(segment.restore_block, head), segment.n_restore, rows);
+        restore_from_record(f, layer.record(segment.restore_block, head), segment.n_held, segment.n_restore, rows);
 }
 
 /* Write the segment's new tokens to its rows. */
@@ -364,11 +367,11 @@ __device__ void write_rows(const hkv_format &f, uint8_t *rows, const hkv_segment
 __device__ void write_open_header(const hkv_format &f, uint8_t *record, const hkv_segment &segment)
 {
     hkv_record_header *header = reinterpret_cast<hkv_record_header *>(record);
-    if (segment.restart) {
+    const int held = hkv_header_n_tokens(header, kBlockTokens);
+    if (segment.restart || held == 0) {
         write_header(f, record, segment.stamp, 0, 0, 0, 0);
         return;
     }
-    const int held = header->n_valid_tokens;
     header->stamp = segment.stamp;
     header->n_valid_tokens = static_cast<uint16_t>(held < segment.offset ? held : segment.offset);
 }
@@ -381,7 +384,7 @@ __global__ void __launch_bounds__(kThreads)
     wait_for_predecessor();
     let_successor_start();
     if (static_cast<int>(blockIdx.x) >= *plan.n_segments) return;
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0 && plan.is_appended) *plan.is_appended = 1;
+    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *plan.is_appended = 1;
     const hkv_format &f = layer.format;
     const hkv_segment segment = plan.segments[blockIdx.x];
     const int head = blockIdx.y;

@@ -59,6 +59,9 @@ __device__ RowWork row_work(const ScheduleInput &in, int row)
     w.column_tiles = (r.n_new * in.group + in.columns - 1) / in.columns;
     w.block_end = (n_older + kBlockTokens - 1) / kBlockTokens;
     if (in.window_tokens > 0) w.block_begin = min(w.block_end, max(0, n_older + 1 - in.window_tokens) / kBlockTokens);
+    w.cold_begin = min(w.block_end, max(w.block_begin, r.n_sinks));
+    w.cold_end = max(w.cold_begin, min(w.block_end, r.n_window ? r.window_first : w.block_end));
+    w.hot_weight = (r.n_sinks + r.n_window) * in.page_weight;
     return w;
 }
 

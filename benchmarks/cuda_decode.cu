@@ -1,0 +1,307 @@
+/* cuda_decode.cu - times of the CUDA kernels: graphs of launches over rotating caches, so that L2 is cold.
+ *
+ *   cuda_decode [-o FILE.json] [NAME...]     rows whose name contains one of NAME; all without one
+ *
+ * Every decode time includes merging partial results; append and schedule have rows of their own. "read" is a plain
+ * read of the same number of bytes in the same harness. Error is relative to double precision on the stored values.
+ */
+#include "../tests/cuda/harness.cuh"
+
+using namespace harness;
+
+namespace
+{
+
+struct Row {
+    std::string name;
+    double us, must, aim, bytes, error;
+    std::string note;
+};
+std::vector<Row> table;
+std::vector<std::string> wanted;
+
+bool is_wanted(const std::string &name)
+{
+    if (wanted.empty()) return true;
+    for (const std::string &w : wanted)
+        if (name.find(w) != std::string::npos) return true;
+    return false;
+}
+void add_row(const Row &row)
+{
+    table.push_back(row);
+    std::printf("%-34s %8.2f us", row.name.c_str(), row.us);
+    if (row.must > 0)
+        std::printf("  must %6.1f aim %6.1f %s", row.must, row.aim,
+                    row.us <= row.aim    ? "aim "
+                    : row.us <= row.must ? "must"
+                                         : "MISS");
+    if (row.bytes > 0) std::printf("  %6.3f TB/s", row.bytes / row.us * 1e-6);
+    if (row.error >= 0) std::printf("  error %.1e", row.error);
+    std::printf("  %s\n", row.note.c_str());
+    std::fflush(stdout);
+}
+
+/* Microseconds a launch: median of 15 replays of a graph of n launches. */
+template <typename F> double time_graph(int n, F launch)
+{
+    cudaStream_t stream;
+    cudaGraph_t graph;
+    cudaGraphExec_t exec;
+    cudaEvent_t begin, end;
+    CHECK_CUDA(cudaStreamCreate(&stream));
+    CHECK_CUDA(cudaEventCreate(&begin));
+    CHECK_CUDA(cudaEventCreate(&end));
+    CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
+    for (int i = 0; i < n; i++) launch(i, stream);
+    CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
+    CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
+    std::vector<float> times;
+    for (int i = 0; i < 18; i++) {
+        float ms;
+        CHECK_CUDA(cudaEventRecord(begin, stream));
+        CHECK_CUDA(cudaGraphLaunch(exec, stream));
+        CHECK_CUDA(cudaEventRecord(end, stream));
+        CHECK_CUDA(cudaEventSynchronize(end));
+        CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
+        if (i > 2) times.push_back(ms);
+    }
+    CHECK_CUDA(cudaGraphExecDestroy(exec));
+    CHECK_CUDA(cudaGraphDestroy(graph));
+    CHECK_CUDA(cudaStreamDestroy(stream));
+    std::sort(times.begin(), times.end());
+    return times[times.size() / 2] * 1e3 / n;
+}
+
+/* ------------------------------------------------------------------------------------------------------------ ceilings
+ */
+
+__global__ void __launch_bounds__(1024, 2) read_kernel(const uint4 *p, size_t n, int *sink)
+{
+    uint32_t x = 0;
+    const size_t stride = size_t(gridDim.x) * 1024;
+    for (size_t i = blockIdx.x * size_t(1024) + threadIdx.x; i < n; i += 4 * stride) {
+        uint4 v[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) v[j] = i + j * stride < n ? __ldcs(p + i + j * stride) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+        for (int j = 0; j < 4; j++) x ^= v[j].x ^ v[j].y ^ v[j].z ^ v[j].w;
+    }
+    if (x == 0x12345678u) *sink = 1;
+}
+void time_reads()
+{
+    const size_t total = size_t(4) << 30;
+    DeviceArray<uint8_t> memory(total);
+    DeviceArray<int> sink(1);
+    fill_kernel<<<1056, 256>>>(
+        {reinterpret_cast<uint16_t *>(memory.get()), int64_t(total / 2 / 128), 1, 128, HKV_F16, 3, 1.f, false});
+    CHECK_CUDA(cudaDeviceSynchronize());
+    for (double mb : {572.5, 438.0, 304.0, 142.0, 18.7, 9.1}) {
+        const size_t n = size_t(mb * 1e6 / 16), copies = std::min<size_t>(24, total / (n * 16));
+        const double us = time_graph(int(copies * std::max<size_t>(1, 20 / copies)), [&](int i, cudaStream_t s) {
+            read_kernel<<<264, 1024, 0, s>>>(reinterpret_cast<const uint4 *>(memory.get()) + size_t(i) % copies * n, n,
+                                             sink.get());
+        });
+        char name[64];
+        std::snprintf(name, sizeof name, "read %.1f MB", mb);
+        add_row({name, us, 0, 0, double(n) * 16, -1, ""});
+    }
+}
+
+/* -------------------------------------------------------------------------------------------------------------- decode
+ */
+
+Spec uniform(int rows, int older, int bits)
+{
+    Spec s;
+    s.older.assign(rows, older + 32); /* records of `older` tokens, and a hot zone of 32 */
+    s.n_new.assign(rows, 1);
+    s.bits = bits;
+    s.sink_blocks = 0;
+    return s;
+}
+/* Copies of the cache: at least 4, and 3 GB where they are small. */
+int copies_for(const Spec &s)
+{
+    hkv_format f;
+    hkv_format_init(&f, s.bits, 64, s.dim, s.dtype);
+    double bytes = 0;
+    for (int n : s.older) bytes += double(n) / 64 * f.record_bytes * s.n_kv_heads;
+    return int(std::max(4.0, std::min(24.0, 3e9 / bytes)));
+}
+double time_decode(const Case &c)
+{
+    const int copies = c.spec().copies;
+    return time_graph(copies * std::max(1, (20 + copies - 1) / copies),
+                      [&](int i, cudaStream_t s) { c.launch(i % copies, s); });
+}
+double error_of(Case &c)
+{
+    c.poison_output();
+    c.launch(0);
+    CHECK_CUDA(cudaDeviceSynchronize());
+    return relative_error(c.output(), reference(c).out, c.spec().dtype);
+}
+void decode_row(const std::string &name, Spec s, double must, double aim, int blocks_per_sm = 0, bool with_error = true)
+{
+    if (!is_wanted(name)) return;
+    s.copies = copies_for(s);
+    Case c(s, blocks_per_sm);
+    c.base_params().counters = nullptr;
+    if (getenv("TRACE")) fprintf(stderr, "built\n");
+    c.launch(0);
+    CHECK_CUDA(cudaDeviceSynchronize());
+    if (getenv("TRACE")) fprintf(stderr, "launched\n");
+    const double us = time_decode(c);
+    if (getenv("TRACE")) fprintf(stderr, "timed %g\n", us);
+    const double error = with_error ? error_of(c) : -1;
+    char note[128];
+    std::snprintf(note, sizeof note, "%d chunks, %d stages, %d blocks an SM", c.n_chunks(), c.shape().n_stages,
+                  c.shape().blocks_per_sm);
+    add_row({name, us, must, aim, c.bytes(), error, note});
+}
+
+/* Thresholds so that given shares of the records are skipped and refined: by bisection over what the kernel counts. */
+void progressive_row(const std::string &name, Spec s, double skipped, double refined, double must, double aim)
+{
+    if (!is_wanted(name)) return;
+    s.copies = copies_for(s);
+    s.skip_mass = s.refine_mass = 0.5f;
+    Case c(s);
+    const auto share_below = [&](float threshold, bool of_skipped) {
+        c.base_params().skip_mass = of_skipped ? threshold : 0.f;
+        c.base_params().refine_mass = of_skipped ? 1e30f : threshold;
+        c.clear_counters();
+        c.launch(0);
+        const hkv_counters n = c.counters();
+        return double(of_skipped ? n.n_records_skipped : n.n_records_read - n.n_records_refined) /
+               double(n.n_records_read);
+    };
+    const auto find = [&](double share, bool of_skipped) {
+        float low = 1e-6f, high = 1e6f;
+        for (int i = 0; i < 40; i++) {
+            const float middle = std::sqrt(low * high);
+            (share_below(middle, of_skipped) < share ? low : high) = middle;
+        }
+        return high;
+    };
+    const float skip = find(skipped, true), refine = find(1 - refined, false);
+    c.base_params().skip_mass = skip;
+    c.base_params().refine_mass = refine;
+    c.clear_counters();
+    c.launch(0);
+    const hkv_counters n = c.counters();
+    c.base_params().counters = nullptr;
+    const double us = time_decode(c);
+    char note[192];
+    std::snprintf(note, sizeof note, "%d chunks, %d stages, skipped %.3f refined %.3f, %.0f bytes a record",
+                  c.n_chunks(), c.shape().n_stages, double(n.n_records_skipped) / n.n_records_read,
+                  double(n.n_records_refined) / n.n_records_read, double(n.n_bytes_read) / n.n_records_read);
+    add_row({name, us, must, aim, double(n.n_bytes_read), -1, note});
+}
+
+/* -------------------------------------------------------------------------------------------------- append and
+ * schedule */
+
+void append_rows()
+{
+    if (!is_wanted("append")) return;
+    Spec s = uniform(32, 8192, 8);
+    s.copies = 8;
+    Case c(s);
+    for (bool seal : {false, true}) {
+        std::vector<hkv_segment> segments;
+        for (int r = 0; r < s.n_rows(); r++) {
+            hkv_segment g = {};
+            g.row = r;
+            g.first_token = r;
+            g.n_tokens = 1;
+            g.offset = seal ? 63 : 31;
+            g.seal = seal;
+            g.stamp = 5;
+            g.restore_page = -1;
+            g.page = c.page_of(r, 128);
+            g.block = r + 1;
+            segments.push_back(g);
+        }
+        DeviceArray<hkv_segment> device(segments);
+        DeviceArray<int32_t> counts(std::vector<int32_t>{int32_t(segments.size()), 0, 0});
+        hkv_plan plan = {};
+        plan.is_appended = counts.get() + 2;
+        plan.segments = device.get();
+        plan.n_segments = counts.get();
+        plan.n_victims = counts.get() + 1;
+        const hkv::DecodeParams p = c.params();
+        const double us = time_graph(64, [&](int i, cudaStream_t stream) {
+            CHECK_CUDA(hkv::launch_append(c.layer(i % s.copies), plan, 32, p.tokens, nullptr, stream));
+        });
+        add_row({seal ? "append B32, all rows seal" : "append B32", us, seal ? 6.0 : 3.0, seal ? 4.0 : 2.0, 0, -1, ""});
+    }
+    const double us = time_graph(64, [&](int, cudaStream_t stream) { c.schedule(stream); });
+    add_row({"schedule B32x8K", us, 0, 0, 0, -1, ""});
+}
+
+void write_json(const char *path)
+{
+    FILE *f = std::fopen(path, "w");
+    if (!f) return;
+    cudaDeviceProp prop;
+    int driver = 0;
+    CHECK_CUDA(cudaGetDeviceProperties(&prop, 0));
+    CHECK_CUDA(cudaDriverGetVersion(&driver));
+    std::fprintf(f, "{\"device\": \"%s\", \"driver\": %d, \"rows\": [", prop.name, driver);
+    for (size_t i = 0; i < table.size(); i++)
+        std::fprintf(f,
+                     "%s\n  {\"name\": \"%s\", \"us\": %.3f, \"must\": %.1f, \"aim\": %.1f, \"bytes\": %.0f, "
+                     "\"error\": %.3e, \"note\": \"%s\"}",
+                     i ? "," : "", table[i].name.c_str(), table[i].us, table[i].must, table[i].aim, table[i].bytes,
+                     table[i].error, table[i].note.c_str());
+    std::fprintf(f, "\n]}\n");
+    std::fclose(f);
+}
+
+} // namespace
+
+int main(int argc, char **argv)
+{
+    const char *json = nullptr;
+    for (int i = 1; i < argc; i++)
+        if (!std::strcmp(argv[i], "-o") && i + 1 < argc)
+            json = argv[++i];
+        else
+            wanted.push_back(argv[i]);
+
+    if (is_wanted("read")) time_reads();
+    decode_row("INT8 B32x8K", uniform(32, 8192, 8), 135, 132);
+    decode_row("INT8 B8x32K", uniform(8, 32768, 8), 138, 133);
+    decode_row("INT8 B1x128K", uniform(1, 131072, 8), 73, 67);
+    decode_row("K8V4 B32x8K", uniform(32, 8192, 6), 113, 104);
+    decode_row("INT4 B32x8K", uniform(32, 8192, 4), 81, 73);
+    decode_row("INT4 B1x128K", uniform(1, 131072, 4), 46, 38);
+    decode_row("INT8 B4x2K", uniform(4, 2048, 8), 12, 9.5);
+    decode_row("INT8 B1x4K", uniform(1, 4096, 8), 8.5, 7);
+    decode_row("INT4 B4x2K", uniform(4, 2048, 4), 0, 0);
+    decode_row("INT4 B1x4K", uniform(1, 4096, 4), 0, 0);
+    decode_row("bits0 B32x8K", uniform(32, 8192, 0), 256, 245);
+    {
+        Spec s = uniform(32, 4096, 8);
+        s.older[11] = 65536 + 32;
+        hkv_format f;
+        hkv_format_init(&f, 8, 64, 128, HKV_BF16);
+        const double floor = (65536 + 31 * 4096) / 64.0 * 8 * f.record_bytes / 4.53e6;
+        decode_row("INT8 skewed 64K + 31x4K", s, 1.15 * floor + 6, 1.05 * floor + 5);
+    }
+    progressive_row("progressive B32x8K 55/12", uniform(32, 8192, 8), 0.55, 0.12, 80, 66);
+    progressive_row("progressive B1x128K 90/3", uniform(1, 131072, 8), 0.90, 0.03, 36, 26);
+    progressive_row("progressive B1x128K 0/0", uniform(1, 131072, 8), 0.0, 0.0, 0, 0);
+    for (int blocks : {2, 3}) {
+        const std::string tail = " at " + std::to_string(blocks) + " blocks";
+        decode_row("INT8 B32x8K" + tail, uniform(32, 8192, 8), 0, 0, blocks, false);
+        decode_row("INT4 B32x8K" + tail, uniform(32, 8192, 4), 0, 0, blocks, false);
+        decode_row("INT4 B1x128K" + tail, uniform(1, 131072, 4), 0, 0, blocks, false);
+    }
+    append_rows();
+    if (json) write_json(json);
+    return 0;
+}

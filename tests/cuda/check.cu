@@ -1,0 +1,358 @@
+/* check.cu - CUDA kernels against the scalar codec (records, bit for bit) and against double precision (attention).
+ *
+ *   check            everything; one line a case; exit status 1 if any failed
+ *   check quick      a small part, for compute-sanitizer
+ */
+#include "harness.cuh"
+
+using namespace harness;
+
+extern "C" uint32_t hkv_record_encode(const hkv_format *f, const void *k, int64_t k_stride_token, const void *v,
+                                      int64_t v_stride_token, int32_t n_tokens, uint8_t *record);
+extern "C" void hkv_record_decode(const hkv_format *f, const uint8_t *record, hkv_precision precision,
+                                  int32_t first_token, int32_t n_tokens, float *k_out, float *v_out);
+extern "C" void hkv_elements_from_f32(hkv_dtype dtype, const float *src, int64_t n, void *dst);
+
+namespace
+{
+
+int n_failed = 0;
+
+void report(bool ok, const std::string &what)
+{
+    std::printf("%s %s\n", ok ? "ok  " : "FAIL", what.c_str());
+    std::fflush(stdout);
+    n_failed += !ok;
+}
+
+/* ----------------------------------------------------------------------------------------------------------------
+ * records */
+
+/* Rows with everything that is awkward: NaN, infinities, clamped, constant channels, tiny and huge ranges, -0. */
+std::vector<uint16_t> awkward_rows(int n_tokens, int heads, int dim, hkv_dtype dtype, uint32_t seed)
+{
+    std::mt19937 random(seed);
+    std::normal_distribution<float> normal;
+    std::vector<float> x(size_t(n_tokens) * heads * dim);
+    for (size_t i = 0; i < x.size(); i++) {
+        const int channel = static_cast<int>(i % dim), token = static_cast<int>(i / dim / heads);
+        x[i] = normal(random);
+        if (channel == 1) x[i] = 3.25f;
+        if (channel == 2) x[i] = -0.f;
+        if (channel == 3) x[i] *= 1e-6f;
+        if (channel == 4) x[i] = 200.f + 0.5f * x[i];
+        if (channel == 5) x[i] *= 3e4f;
+        if (channel == 6 && token % 5 == 0) x[i] = token % 2 ? INFINITY : -INFINITY;
+        if (channel == 7 && token % 7 == 0) x[i] = NAN;
+        if (channel == 8) x[i] = INFINITY;
+        if (token == 9) x[i] = 1.f;
+        if (token == 10) x[i] = NAN;
+    }
+    std::vector<uint16_t> rows(x.size());
+    hkv_elements_from_f32(dtype, x.data(), static_cast<int64_t>(x.size()), rows.data());
+    return rows;
+}
+
+/* A layer of a few blocks, driven by hand-made plans. */
+struct SmallLayer {
+    hkv_format format;
+    int heads;
+    DeviceArray<uint8_t> records, pages;
+    DeviceArray<uint16_t> k, v;
+    hkv::LayerView view = {};
+
+    SmallLayer(const hkv_format &f, int heads_, const std::vector<uint16_t> &k_rows,
+               const std::vector<uint16_t> &v_rows)
+        : format(f), heads(heads_), records(size_t(4) * heads_ * f.record_bytes),
+          pages(size_t(2) * heads_ * f.row_page_bytes), k(k_rows), v(v_rows)
+    {
+        records.fill(0xa5);
+        pages.fill(0xa5);
+        view.format = f;
+        view.pages = {records.get(), size_t(heads) * f.record_bytes, f.record_bytes};
+        view.hot = pages.get();
+        view.n_kv_heads = heads;
+        view.n_blocks = 4;
+        view.n_hot_pages = 2;
+    }
+    void run(const hkv_segment &segment, std::vector<hkv_victim> victims = {})
+    {
+        DeviceArray<hkv_segment> segments(std::vector<hkv_segment>{segment});
+        DeviceArray<int32_t> counts(std::vector<int32_t>{1, static_cast<int32_t>(victims.size()), 0});
+        DeviceArray<hkv_victim> device_victims(victims);
+        DeviceArray<int64_t> clock(std::vector<int64_t>{77});
+        hkv_plan plan = {};
+        plan.segments = segments.get();
+        plan.victims = device_victims.get();
+        plan.n_segments = counts.get();
+        plan.n_victims = counts.get() + 1;
+        plan.is_appended = counts.get() + 2;
+        const int64_t stride = int64_t(heads) * format.head_dim;
+        const hkv::NewTokens tokens = {k.get(), v.get(), stride, format.head_dim, stride, format.head_dim};
+        CHECK_CUDA(hkv::launch_append(view, plan, 1, tokens, clock.get(), nullptr));
+        CHECK_CUDA(cudaDeviceSynchronize());
+    }
+};
+
+hkv_segment segment_of(int block, int page, int offset, int n_tokens, int first_token, bool seal, bool restart)
+{
+    hkv_segment s = {};
+    s.block = block;
+    s.page = page;
+    s.offset = offset;
+    s.n_tokens = n_tokens;
+    s.first_token = first_token;
+    s.seal = seal;
+    s.restart = restart;
+    s.restore_page = -1;
+    s.stamp = 1000u + static_cast<uint32_t>(block);
+    return s;
+}
+
+/* Payload and header of a block's record against the scalar codec. */
+bool same_record(const SmallLayer &layer, int block, const std::vector<uint16_t> &k, const std::vector<uint16_t> &v,
+                 int n_tokens)
+{
+    const hkv_format &f = layer.format;
+    const std::vector<uint8_t> device = layer.records.host();
+    const size_t payload = f.k_params_offset;
+    const uint32_t end = hkv_record_prefix_bytes(&f, hkv_record_precision(f.planes));
+    std::vector<uint8_t> expected(f.record_bytes);
+    for (int h = 0; h < layer.heads; h++) {
+        const uint8_t *record = device.data() + (size_t(block) * layer.heads + h) * f.record_bytes;
+        const int64_t stride = int64_t(layer.heads) * f.head_dim;
+        const uint32_t n_clamped = hkv_record_encode(&f, k.data() + h * f.head_dim, stride, v.data() + h * f.head_dim,
+                                                     stride, n_tokens, expected.data());
+        const hkv_record_header *header = reinterpret_cast<const hkv_record_header *>(record);
+        if (std::memcmp(record + payload, expected.data() + payload, end - payload)) return false;
+        if (header->n_clamped != n_clamped || header->n_valid_tokens != n_tokens || header->planes != f.planes ||
+            header->stamp != 1000u + static_cast<uint32_t>(block) || header->tier != HKV_TIER_L1 ||
+            header->last_access != 77)
+            return false;
+    }
+    return true;
+}
+
+void check_records()
+{
+    for (int dim : {16, 64, 80, 96, 128, 208, 256})
+        for (int bits : {8, 6, 4})
+            for (hkv_dtype dtype : {HKV_F16, HKV_BF16}) {
+                hkv_format f;
+                hkv_format_init(&f, bits, 64, dim, dtype);
+                const int heads = 3;
+                const std::vector<uint16_t> k = awkward_rows(64, heads, dim, dtype, 1),
+                                            v = awkward_rows(64, heads, dim, dtype, 2);
+                SmallLayer layer(f, heads, k, v);
+                layer.run(segment_of(1, -1, 0, 64, 0, true, true)); /* direct */
+                const bool direct = same_record(layer, 1, k, v, 64);
+                for (int o = 0; o < 64; o += 16)
+                    layer.run(segment_of(2, 0, o, 16, o, o == 48, o == 0)); /* through a page */
+                const bool paged = same_record(layer, 2, k, v, 64);
+                layer.run(segment_of(3, 1, 0, 41, 0, false, true)); /* 41 tokens, then evicted by block 0's claim */
+                layer.run(segment_of(0, 1, 0, 0, 0, false, true), {{1, 3, 41, 1003}});
+                const bool evicted = same_record(layer, 3, k, v, 41);
+
+                /* Block 3 claims page 1 again: its 41 tokens come back as the record holds them. */
+                hkv_segment s = segment_of(3, 1, 41, 2, 0, false, false);
+                s.n_restore = s.n_held = 41;
+                s.restore_block = 3;
+                layer.run(s);
+                bool restored = true;
+                const std::vector<uint8_t> records = layer.records.host(), pages = layer.pages.host();
+                for (int h = 0; h < heads; h++) {
+                    std::vector<float> kf(size_t(41) * dim), vf(kf);
+                    hkv_record_decode(&f, records.data() + (size_t(3) * heads + h) * f.record_bytes,
+                                      hkv_record_precision(f.planes), 0, 41, kf.data(), vf.data());
+                    std::vector<uint16_t> kh(kf.size()), vh(kf.size());
+                    hkv_elements_from_f32(dtype, kf.data(), static_cast<int64_t>(kf.size()), kh.data());
+                    hkv_elements_from_f32(dtype, vf.data(), static_cast<int64_t>(vf.size()), vh.data());
+                    const uint8_t *page = pages.data() + (size_t(1) * heads + h) * f.row_page_bytes;
+                    for (int t = 0; t < 41; t++)
+                        for (int c = 0; c < dim; c++) {
+                            uint16_t a, b;
+                            std::memcpy(&a, page + hkv_row_element_offset(&f, t, c, 0), 2);
+                            std::memcpy(&b, page + hkv_row_element_offset(&f, t, c, 1), 2);
+                            restored = restored && a == kh[size_t(t) * dim + c] && b == vh[size_t(t) * dim + c];
+                        }
+                }
+                if (!direct || !paged || !evicted || !restored || dim == 128)
+                    report(direct && paged && evicted && restored,
+                           "record D " + std::to_string(dim) + " bits " + std::to_string(bits) +
+                               (dtype ? " bf16" : " f16") + ": direct " + std::to_string(direct) + " paged " +
+                               std::to_string(paged) + " evicted " + std::to_string(evicted) + " restored " +
+                               std::to_string(restored));
+            }
+}
+
+/* --------------------------------------------------------------------------------------------------------------
+ * attention */
+
+std::string describe(const Spec &s)
+{
+    char text[256];
+    std::snprintf(text, sizeof text, "bits %d D %d %s heads %dx%d rows %d older %d.. new %d%s%s%s%s%s %s", s.bits,
+                  s.dim, s.dtype == HKV_BF16 ? "bf16" : "f16", s.n_kv_heads, s.group, s.n_rows(), s.older[0],
+                  s.n_new[0], s.hot_pages ? "" : " no pages", s.window_tokens ? " window" : "",
+                  s.soft_cap > 0 ? " cap" : "", s.sink_logits ? " sinks" : "",
+                  s.skip_mass > 0 || s.refine_mass > 0 ? " progressive" : "", name_of(s.values));
+    return text;
+}
+
+/* Run one case three times: right, every element written, the same bits. */
+void check_case(const Spec &spec, int blocks_per_sm = 0)
+{
+    Case c(spec, blocks_per_sm);
+    const Reference want = reference(c);
+    std::vector<uint16_t> first;
+    bool repeats = true;
+    for (int i = 0; i < 3; i++) {
+        c.poison_output();
+        c.launch(0);
+        CHECK_CUDA(cudaDeviceSynchronize());
+        const std::vector<uint16_t> out = c.output();
+        if (i == 0) first = out;
+        repeats = repeats && out == first;
+    }
+    const double error = relative_error(first, want.out, spec.dtype);
+    double lse_error = 0;
+    const std::vector<float> lse = c.lse();
+    for (size_t i = 0; i < want.lse.size(); i++) {
+        const double d = std::fabs(lse[i] - want.lse[i]);
+        lse_error = d == d ? std::max(lse_error, d) : 1e9;
+    }
+    const double limit = spec.dtype == HKV_BF16 ? 2e-3 : 5e-4;
+    char text[128];
+    std::snprintf(text, sizeof text, ": error %.1e lse %.1e%s (%d chunks)", error, lse_error,
+                  repeats ? "" : " NOT REPEATABLE", c.n_chunks());
+    report(error <= limit && lse_error <= 3e-3 && repeats, describe(spec) + text);
+}
+
+Spec base(int bits, int dim, hkv_dtype dtype)
+{
+    Spec s;
+    s.bits = bits;
+    s.dim = dim;
+    s.dtype = dtype;
+    s.older = {1, 63, 64, 65, 200, 1000, 2047};
+    s.n_new.assign(s.older.size(), 1);
+    return s;
+}
+
+void check_attention(bool quick)
+{
+    if (quick) {
+        for (int bits : {8, 4, 0}) {
+            Spec s = base(bits, 128, HKV_F16);
+            s.older = {100, 700};
+            s.n_new = {1, 2};
+            s.n_kv_heads = 2;
+            check_case(s);
+        }
+        Spec s = base(8, 128, HKV_F16);
+        s.older = {700};
+        s.n_new = {1};
+        s.n_kv_heads = 4;
+        s.skip_mass = 0.3f;
+        s.refine_mass = 0.6f;
+        check_case(s);
+        return;
+    }
+    for (int bits :
+         {8, 6, 4, 0}) /* every precision, the three tuned head sizes, both dtypes, the three kinds of values */
+        for (int dim : {64, 128, 256})
+            for (Values values : {Values::kNormal, Values::kSmallWithSink, Values::kOutlierChannels}) {
+                Spec s = base(bits, dim, HKV_F16);
+                s.values = values;
+                check_case(s);
+                if (values != Values::kNormal) continue;
+                s.dtype = HKV_BF16;
+                check_case(s);
+            }
+    for (int dim : {16, 32, 48, 80, 96, 112, 160, 192, 208, 224, 240}) { /* every other head size */
+        check_case(base(8, dim, HKV_F16));
+        check_case(base(4, dim, HKV_BF16));
+        Spec s = base(0, dim, HKV_F16);
+        check_case(s);
+    }
+    for (int group : {1, 2, 3, 5, 7, 8, 12, 16}) /* groups and KV heads */
+        for (int heads : {1, 2, 3, 6, 8}) {
+            if (group > 8 && heads > 2) continue;
+            Spec s = base(heads % 2 ? 8 : 4, 128, HKV_F16);
+            s.group = group;
+            s.n_kv_heads = heads;
+            check_case(s);
+        }
+    for (int n_new : {2, 4, 8}) /* several query tokens, mixed with rows that are prefilled and padding */
+        for (int bits : {8, 4, 0}) {
+            Spec s = base(bits, 128, HKV_F16);
+            s.n_new = {n_new, 1, n_new, 2, n_new, 3, n_new};
+            check_case(s);
+            s.group = 16;
+            s.n_kv_heads = 2;
+            check_case(s);
+        }
+    for (int bits : {8, 0}) { /* windows, caps, sink logits, no pages, partial records */
+        Spec s = base(bits, 128, HKV_F16);
+        s.n_new = {3, 1, 2, 1, 4, 1, 5};
+        s.hot_pages = false;
+        check_case(s);
+        s.window_tokens = 100;
+        check_case(s);
+        s.hot_pages = true;
+        check_case(s);
+        s.soft_cap = 2.f;
+        check_case(s);
+        s.sink_logits = true;
+        check_case(s);
+    }
+    for (int bits : {8, 6, 4}) /* progressive reading: thresholds between the shares of random keys */
+        for (int dim : {64, 128, 256, 96}) {
+            Spec s = base(bits, dim, HKV_F16);
+            s.skip_mass = 0.3f;
+            s.refine_mass = 0.6f;
+            check_case(s);
+            s.n_new = {3, 1, 2, 1, 4, 1, 5};
+            s.sink_logits = true;
+            s.window_tokens = 900;
+            check_case(s);
+        }
+    for (int bits : {8, 6, 4}) { /* long, and enough to fill the chip; more units than workers */
+        Spec s = base(bits, 128, HKV_F16);
+        s.older = {131072};
+        s.n_new = {1};
+        check_case(s);
+        s.values = Values::kSmallWithSink;
+        check_case(s);
+        s.older.assign(32, 8192);
+        s.n_new.assign(32, 1);
+        check_case(s);
+        s.values = Values::kNormal;
+        check_case(s);
+        s.older.assign(300, 640);
+        s.older[7] = 20000;
+        s.n_new.assign(300, 1);
+        check_case(s);
+        s.skip_mass = 0.7f;
+        s.refine_mass = 0.9f;
+        check_case(s);
+        s.older = {131072, 77};
+        s.n_new = {1, 1};
+        check_case(s);
+    }
+    Spec s = base(4, 128, HKV_F16);
+    s.older.assign(32, 4096);
+    s.n_new.assign(32, 1);
+    check_case(s, 3);
+}
+
+} // namespace
+
+int main(int argc, char **argv)
+{
+    const bool quick = argc > 1 && !std::strcmp(argv[1], "quick");
+    if (!quick) check_records();
+    check_attention(quick);
+    std::printf("%d failed\n", n_failed);
+    return n_failed != 0;
+}
