@@ -2,7 +2,7 @@
 
     python benchmarks/quality.py                     every row at 3K and 7K tokens of context
     python benchmarks/quality.py --contexts 3072     one of them
-    python benchmarks/quality.py --only time         time of progressive reading at 8K, on the model's own K and V
+    python benchmarks/quality.py --time              instead: time of progressive reading at 8K, on the model's K and V
     python benchmarks/quality.py --out results.json
 
 SmolLM2-135M-Instruct (--model for another one) in float32 reads a real text: Python's documentation, or the source of
@@ -67,6 +67,12 @@ def source_code() -> str:
 TEXTS = {"docs": documentation, "code": source_code}
 
 
+def bytes_per_token(settings: dict[str, Any]) -> float:
+    """Stored bytes of one token of one head of 128 channels, keys and values."""
+    layout = hybridkv.record_layout(hybridkv.HybridConfig(**settings), 128)
+    return layout["record_bytes"] / layout["block_tokens"]
+
+
 class Reader:
     """A model reading a text with a cache of given settings."""
 
@@ -127,6 +133,7 @@ def measure(
                 "positions": args.positions,
                 "step": args.step,
                 "cache": name,
+                "bytes_per_token_d128": bytes_per_token(settings),
                 "mean_kl": kl.mean().item(),
                 "max_kl": kl.max().item(),
                 "limit": LIMITS[name],
@@ -151,15 +158,18 @@ class TimedCache(HybridCache):
         return output
 
 
-def measure_time(model: Any, text: str, tokens: torch.Tensor, n_steps: int) -> list[dict[str, Any]]:
+def measure_time(model: Any, text: str, tokens: torch.Tensor, n_steps: int, progress: Progress) -> list[dict[str, Any]]:
     """Attention time per token, all layers, full INT8 and progressive taking turns on the same tokens."""
+    task = progress.add_task(f"{text}, {tokens.shape[1]} tokens", total=n_steps + 2)
     readers, samples = {}, {}
     for name in ("INT8", "progressive"):
         reader = Reader(model, tokens, SETTINGS[name])
         reader.cache = TimedCache(model.config, reader.cache.hybrid_config, max_tokens=tokens.shape[1], max_batch=1)
         reader.read(tokens.shape[1] - n_steps)
         readers[name], samples[name] = reader, []
+        progress.advance(task)
     for _ in range(n_steps):
+        progress.advance(task)
         for name, reader in readers.items():
             before = reader.cache.seconds
             reader.read(1)
@@ -217,7 +227,7 @@ def main() -> int:
     parser.add_argument("--contexts", type=int, nargs="+", default=[3072, 7168])
     parser.add_argument("--positions", type=int, default=256)
     parser.add_argument("--step", type=int, default=1, help="tokens decoded at once, 1 to 8")
-    parser.add_argument("--only", choices=["quality", "time"])
+    parser.add_argument("--time", action="store_true", help="time progressive reading at 8K instead")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--out", help="JSON file for the results")
     args = parser.parse_args()
@@ -232,21 +242,19 @@ def main() -> int:
     model, tokenizer = load_model(args.model, torch.float32)
     model.set_attn_implementation("hybridkv")
     ids = {name: tokenizer(text(), return_tensors="pt").input_ids for name, text in TEXTS.items()}
-    quality: list[dict[str, Any]] = []
-    times: list[dict[str, Any]] = []
-    if args.only != "time":
-        with Progress(console=console) as progress:
+    rows: list[dict[str, Any]] = []
+    with Progress(console=console) as progress:
+        if args.time:
+            for name, tokens in ids.items():
+                rows += measure_time(model, name, tokens[:, :8192], n_steps=32, progress=progress)
+        else:
             for context in args.contexts:
                 for name, tokens in ids.items():
-                    quality += measure(model, name, tokens[:, : context + args.positions], args, progress)
-                    save(args.out, machine, quality)
-        console.print(quality_table(quality))
-    if args.only != "quality":
-        for name, tokens in ids.items():
-            times += measure_time(model, name, tokens[:, :8192], n_steps=32)
-        console.print(time_table(times))
-    save(args.out, machine, quality + times)
-    return int(any(row["mean_kl"] > row["limit"] for row in quality))
+                    rows += measure(model, name, tokens[:, : context + args.positions], args, progress)
+                    save(args.out, machine, rows)
+    console.print(time_table(rows) if args.time else quality_table(rows))
+    save(args.out, machine, rows)
+    return int(any(row.get("mean_kl", 0.0) > row.get("limit", 0.0) for row in rows))
 
 
 if __name__ == "__main__":

@@ -63,13 +63,15 @@ def attention_table() -> str:
 
 
 def quality_table() -> str:
-    """KL to full precision and bytes per token on a real model."""
+    """KL to full precision, and what a record costs, on a real model."""
     result = load("quality")
+    kl = {(row["cache"], f"{row['text']}, {row['context']} tokens"): row["mean_kl"] for row in result["rows"]}
+    texts = list(dict.fromkeys(text for _, text in kl))
+    bytes_per_token = {row["cache"]: row["bytes_per_token_d128"] for row in result["rows"]}
     rows = [
-        [row["name"], *(f"{row['kl'][text]:.1e}" for text in row["kl"]), f"{row['bytes_per_token_d128']:.0f}"]
-        for row in result["rows"]
+        [cache, *(f"{kl[cache, text]:.1e}" for text in texts), f"{n_bytes:.0f}"]
+        for cache, n_bytes in bytes_per_token.items()
     ]
-    texts = list(result["rows"][0]["kl"])
     table = markdown(["mean KL to the exact cache", *texts, "bytes/token/head, D 128"], rows)
     return f"{table}\n\n{machine_note(result['machine'])}"
 
