@@ -15,6 +15,7 @@ hkv_status hkv_cache_find(const hkv_cache *c, hkv_sequence sequence, const char 
                           hkv_error *error)
 {
     int64_t slot = (int64_t)(sequence & UINT32_MAX) - 1;
+    *idx = -1; /* defined on failure too, which compilers cannot know of HKV_TRY */
     if (slot < 0 || slot >= c->max_sequences || !c->sequences[slot].is_live ||
         c->sequences[slot].generation != (uint32_t)(sequence >> 32))
         return hkv_error_set(error, HKV_ERR_STALE, argument,
