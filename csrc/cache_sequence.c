@@ -47,10 +47,10 @@ void hkv_cache_reset_sequences(hkv_cache *c)
 /* A live sequence without content. */
 static hkv_status take_slot(hkv_cache *c, int32_t *idx, hkv_error *error)
 {
-    if (c->free_sequence < 0)
+    *idx = c->free_sequence;
+    if (*idx < 0)
         return hkv_error_set(error, HKV_ERR_CACHE_FULL, "max_sequences", "all %" PRId32 " sequences are in use",
                              c->max_sequences);
-    *idx = c->free_sequence;
     c->free_sequence = c->sequences[*idx].next_free;
     c->sequences[*idx].is_live = true;
     c->n_sequences++;
