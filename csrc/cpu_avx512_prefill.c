@@ -93,7 +93,7 @@ HKV_AVX512_INLINE void record_key_rows(word_kind word, const hkv_format *f, cons
     for (int32_t first = 0; first < f->stored_dim; first += HKV_GROUP_CHANNELS) {
         size_t at = (size_t)tile * 8 * (size_t)f->stored_dim + hkv_group_bytes(first);
         int32_t n_channels = at_most(f->stored_dim - first, HKV_GROUP_CHANNELS);
-        __m512 scale[4], offset[4];
+        __m512 scale[4] = {{0}}, offset[4] = {{0}}; /* a half group uses two of them, which compilers do not see */
         for (int32_t s = 0; s < n_channels / 16; s++) {
             hkv_params_load(record + hkv_k_params_at(f, first / 16 + s), hkv_k_param, &scale[s], &offset[s]);
             if (word == WORD_F32) continue;

@@ -82,9 +82,9 @@ typedef struct hkv_record_header {
     uint16_t reserved0;      /* 46 */
     /* Kept by decode steps with a clock, for every record of every row: the row's share as hkv_attend.mass reports it,
      * the largest over the rows that share the record. */
-    float mass;         /* 48  share of the last step's softmax that fell here */
-    float mass_history; /* 52  max(mass, HKV_MASS_DECAY * mass_history), once a step however many rows share it */
-    uint32_t reserved1[2];   /* 56 */
+    float mass;            /* 48  share of the last step's softmax that fell here */
+    float mass_history;    /* 52  max(mass, HKV_MASS_DECAY * mass_history), once a step however many rows share it */
+    uint32_t reserved1[2]; /* 56 */
 } hkv_record_header;
 
 #ifdef __cplusplus
