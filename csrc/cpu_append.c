@@ -132,8 +132,8 @@ static void restore_record(const hkv_cpu_step *step, const uint8_t *record, int3
         memset(v, 0, sizeof v);
         if (n_decoded > 0) step->kernels->record_decode(f, record, precision, first, n_decoded, k, v);
         for (int32_t i = 0; i < n; i++) {
-            hkv_elements_from_f32((hkv_dtype)f->dtype, k + i * f->head_dim, f->head_dim, k_row);
-            hkv_elements_from_f32((hkv_dtype)f->dtype, v + i * f->head_dim, f->head_dim, v_row);
+            step->kernels->elements_from_f32((hkv_dtype)f->dtype, k + i * f->head_dim, f->head_dim, k_row);
+            step->kernels->elements_from_f32((hkv_dtype)f->dtype, v + i * f->head_dim, f->head_dim, v_row);
             hkv_row_store(f, page, first + i, k_row, v_row);
         }
     }

@@ -542,6 +542,8 @@ static int32_t avx2_supported(void)
 const hkv_cpu_kernels hkv_cpu_avx2 = {
     .name = "avx2",
     .supported = avx2_supported,
+    .elements_to_f32 = hkv_avx2_elements_to_f32,
+    .elements_from_f32 = hkv_avx2_elements_from_f32,
     .record_encode = hkv_avx2_record_encode,
     .record_decode = hkv_avx2_record_decode,
     .decode = avx2_decode,

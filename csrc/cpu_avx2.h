@@ -14,6 +14,9 @@
 #define HKV_AVX2        __attribute__((target("avx2,fma,f16c")))
 #define HKV_AVX2_INLINE HKV_AVX2 static inline __attribute__((always_inline))
 
+/* cpu_avx2_elements.c */
+void hkv_avx2_elements_to_f32(hkv_dtype dtype, const void *src, int64_t n, float *dst);
+void hkv_avx2_elements_from_f32(hkv_dtype dtype, const float *src, int64_t n, void *dst);
 /* cpu_avx2_codec.c */
 uint32_t hkv_avx2_record_encode(const hkv_format *f, const void *k, int64_t k_stride_token, const void *v,
                                 int64_t v_stride_token, int32_t n_tokens, uint8_t *record);

@@ -16,6 +16,8 @@ static int32_t avx512_supported(void)
 const hkv_cpu_kernels hkv_cpu_avx512 = {
     .name = "avx512",
     .supported = avx512_supported,
+    .elements_to_f32 = hkv_avx512_elements_to_f32,
+    .elements_from_f32 = hkv_avx512_elements_from_f32,
     .record_encode = hkv_avx512_record_encode,
     .record_decode = hkv_avx512_record_decode,
     .decode = hkv_avx512_decode,

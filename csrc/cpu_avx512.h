@@ -20,6 +20,9 @@ float hkv_avx512_record_bound(const hkv_cpu_query *query, const uint8_t *record)
 void hkv_avx512_prefill(const hkv_cpu_query *query, const hkv_cpu_source *sources, int32_t n_sources,
                         hkv_cpu_state *state);
 #define HKV_AVX512_PREFILL_TILE 256
+/* cpu_avx512_elements.c */
+void hkv_avx512_elements_to_f32(hkv_dtype dtype, const void *src, int64_t n, float *dst);
+void hkv_avx512_elements_from_f32(hkv_dtype dtype, const float *src, int64_t n, void *dst);
 /* cpu_avx512_encode.c */
 uint32_t hkv_avx512_record_encode(const hkv_format *f, const void *k, int64_t k_stride_token, const void *v,
                                   int64_t v_stride_token, int32_t n_tokens, uint8_t *record);

@@ -61,6 +61,10 @@ typedef struct hkv_cpu_kernels {
     const char *name;
     int32_t (*supported)(void); /* does this machine run it */
 
+    /* As hkv_elements_to_f32 and hkv_elements_from_f32, but for which NaN a NaN becomes. */
+    void (*elements_to_f32)(hkv_dtype dtype, const void *src, int64_t n, float *dst);
+    void (*elements_from_f32)(hkv_dtype dtype, const float *src, int64_t n, void *dst);
+
     /* As hkv_record_encode, bit for bit. */
     uint32_t (*record_encode)(const hkv_format *f, const void *k, int64_t k_stride_token, const void *v,
                               int64_t v_stride_token, int32_t n_tokens, uint8_t *record);

@@ -33,10 +33,10 @@ void hkv_cpu_load_query(const hkv_cpu_step *step, const hkv_cpu_tile *tile, floa
         int64_t token;
         int32_t head;
         output_row(step, tile, i, &token, &head);
-        hkv_elements_to_f32((hkv_dtype)f->dtype,
-                            (const uint8_t *)args->q +
-                                (token * args->q_stride_token + head * args->q_stride_head) * f->element_bytes,
-                            f->head_dim, dst);
+        step->kernels->elements_to_f32(
+            (hkv_dtype)f->dtype,
+            (const uint8_t *)args->q + (token * args->q_stride_token + head * args->q_stride_head) * f->element_bytes,
+            f->head_dim, dst);
         for (int32_t c = f->head_dim; c < f->stored_dim; c++) dst[c] = 0.0f;
     }
     *query = (hkv_cpu_query){
@@ -102,9 +102,9 @@ void hkv_cpu_store_output(const hkv_cpu_step *step, const hkv_cpu_tile *tile, hk
         lse = sum > 0.0f ? max + logf(sum) : -INFINITY;
         factor = sum > 0.0f ? factor / sum : 0.0f;
         for (int32_t c = 0; c < f->head_dim; c++) acc[c] *= factor;
-        hkv_elements_from_f32((hkv_dtype)f->dtype, acc, f->head_dim,
-                              (uint8_t *)args->out +
-                                  (token * args->out_stride_token + head * args->out_stride_head) * f->element_bytes);
+        step->kernels->elements_from_f32(
+            (hkv_dtype)f->dtype, acc, f->head_dim,
+            (uint8_t *)args->out + (token * args->out_stride_token + head * args->out_stride_head) * f->element_bytes);
         if (args->lse) args->lse[lse_idx] = lse;
         if (row_lse) row_lse[i] = lse;
     }

@@ -261,6 +261,8 @@ static int32_t reference_supported(void)
 const hkv_cpu_kernels hkv_cpu_reference = {
     .name = "reference",
     .supported = reference_supported,
+    .elements_to_f32 = hkv_elements_to_f32,
+    .elements_from_f32 = hkv_elements_from_f32,
     .record_encode = hkv_record_encode,
     .record_decode = hkv_record_decode,
     .decode = reference_decode,

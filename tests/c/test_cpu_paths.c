@@ -281,6 +281,33 @@ static void test_without_a_reference_everything_is_refined(void)
 
 /* ---------------------------------------------------------------------------------------------------- records, path */
 
+static void test_elements_of_all_dtypes(void)
+{
+    static const uint32_t special[] = {0,          0x80000000, 0x00000001, 0x007fffff, 0x33000000,
+                                       0x33000001, 0x387fe000, 0x387ff000, 0x477fe000, 0x477fefff,
+                                       0x477ff000, 0x7f7fffff, 0x7f800000, 0xff800000, 0x7fc00000,
+                                       0xffc00000, 0x3f808000, 0x3f818000, 0x3f801000, 0x3f803000};
+    float x[333], expected[333], actual[333];
+    uint8_t expected_bytes[333 * 4], actual_bytes[333 * 4 + 1];
+    uint64_t random = 9;
+    for (int32_t i = 0; i < 333; i++)
+        x[i] = hkv_float_of_bits(i < COUNT(special) ? special[i] : (uint32_t)(test_random(&random) >> 32));
+    for (int32_t i = 0; i < 333; i++)
+        if (isnan(x[i])) x[i] = NAN;
+    for (int32_t dtype = 0; dtype < 3; dtype++) {
+        for (int32_t n = 333; n > 300; n--) {
+            size_t n_bytes = (size_t)n * hkv_dtype_bytes((hkv_dtype)dtype);
+            actual_bytes[n_bytes] = 0xa5;
+            hkv_elements_from_f32((hkv_dtype)dtype, x, n, expected_bytes);
+            kernels->elements_from_f32((hkv_dtype)dtype, x, n, actual_bytes);
+            CHECK(memcmp(actual_bytes, expected_bytes, n_bytes) == 0 && actual_bytes[n_bytes] == 0xa5);
+            hkv_elements_to_f32((hkv_dtype)dtype, expected_bytes, n, expected);
+            kernels->elements_to_f32((hkv_dtype)dtype, expected_bytes, n, actual);
+            CHECK(memcmp(actual, expected, (size_t)n * sizeof(float)) == 0);
+        }
+    }
+}
+
 static void test_record_bound(void)
 {
     for (int32_t head_dim = 16; head_dim <= 256; head_dim += 16) {
@@ -341,6 +368,7 @@ int main(void)
         RUN(test_progressive_reading);
         RUN(test_progressive_reading_inside_a_window);
         RUN(test_without_a_reference_everything_is_refined);
+        RUN(test_elements_of_all_dtypes);
         RUN(test_record_bound);
     }
     return test_report();
