@@ -439,19 +439,27 @@ static void add_counters(hkv_counters *sum, const hkv_counters *part)
     sum->n_skipped_mass_terms += part->n_skipped_mass_terms;
 }
 
-/* Hot pages of a group, and bytes of live blocks. */
+/* Hot pages of a group, and bytes of live blocks. The directory may be on a device, so it is read piece by piece. */
 static void add_hot_pages(const hkv_cache *c, int32_t group_idx, hkv_cache_stats *stats)
 {
+    enum { PIECE = 256 };
     const hkv_cache_group *g = &c->groups[group_idx];
+    const hkv_block_pool *pool = &c->pools[group_idx];
+    const int32_t *page_block = hkv_store_group(g->store)->directory.page_block;
     size_t n_page_heads = (size_t)g->n_layers * (size_t)c->options.model.n_kv_heads;
-    for (int32_t block = 1; g->n_hot_pages > 0 && block < g->n_blocks; block++) {
-        hkv_block_info info;
-        if (hkv_store_read_block(g->store, block, &info, NULL) != HKV_OK || info.hot_page < 0) continue;
-        stats->n_hot_pages_used++;
-        if (c->pools[group_idx].n_refs[block] > 0) stats->bytes_in_use += n_page_heads * c->format.row_page_bytes;
+    for (int32_t first = 0; first < g->n_hot_pages; first += PIECE) {
+        int32_t blocks[PIECE], n = hkv_min_i32(g->n_hot_pages - first, PIECE);
+        if (c->backend->read(c->options.device_index, blocks, page_block + first, (size_t)n * sizeof *blocks, NULL) !=
+            HKV_OK)
+            break; /* a lost device: what is counted so far has to do */
+        for (int32_t i = 0; i < n; i++) {
+            stats->n_hot_pages_used += blocks[i] >= 0;
+            if (blocks[i] >= 0 && pool->n_refs[blocks[i]] > 0)
+                stats->bytes_in_use += n_page_heads * c->format.row_page_bytes;
+        }
     }
     stats->n_hot_pages_total += g->n_hot_pages;
-    stats->bytes_in_use += (size_t)hkv_block_pool_n_live(&c->pools[group_idx]) * n_page_heads * c->format.record_bytes;
+    stats->bytes_in_use += (size_t)hkv_block_pool_n_live(pool) * n_page_heads * c->format.record_bytes;
 }
 
 static void add_group(const hkv_cache *c, int32_t group_idx, hkv_cache_stats *stats)

@@ -419,7 +419,7 @@ typedef struct hkv_cache_stats {
     size_t table_bytes;      /* sequences and block tables */
     size_t prefix_bytes;     /* hashes, tokens of blocks, least-recently-used lists */
     size_t workspace_bytes;  /* scratch of a step */
-    size_t unused_bytes;     /* alignment and what no block fits into */
+    size_t unused_bytes;     /* alignment */
     int64_t n_blocks_total;  /* over all groups, without null blocks */
     int64_t n_blocks_live;   /* referenced by a sequence */
     int64_t n_blocks_cached; /* unreferenced but findable */

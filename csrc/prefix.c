@@ -193,6 +193,7 @@ static bool is_dead_root(const hkv_prefix_node *n)
     return n->n_tokens == 0 && n->first_child == 0 && n->n_users == 0;
 }
 
+/* The node has no children and no trunk blocks any more. */
 static void node_destroy(hkv_prefix *p, int32_t node)
 {
     hkv_prefix_node *n = &p->nodes[node];
@@ -381,10 +382,24 @@ int32_t hkv_prefix_n_findable(const hkv_prefix *p, int32_t group, int32_t block)
     return node == 0 ? 0 : p->nodes[node].n_tokens;
 }
 
+static void forget_trunk_block(hkv_prefix *p, int32_t block);
+
+/* Nothing can be found below a node that goes. Eviction starts at the leaves, but a block that is written again may
+ * have had cached descendants; live ones would hold another block of this node. */
+static void forget_descendants(hkv_prefix *p, int32_t node)
+{
+    while (p->nodes[node].first_child != 0) {
+        int32_t leaf = p->nodes[node].first_child;
+        while (p->nodes[leaf].first_child != 0) leaf = p->nodes[leaf].first_child;
+        forget_trunk_block(p, p->nodes[leaf].first_block);
+    }
+}
+
 static void forget_trunk_block(hkv_prefix *p, int32_t block)
 {
     int32_t node = p->pools[0].node[block];
     int32_t *link = &p->nodes[node].first_block;
+    if (*link == block && p->next_same[block] == 0) forget_descendants(p, node);
     while (*link != block) link = &p->next_same[*link];
     *link = p->next_same[block];
     p->next_same[block] = 0;

@@ -98,7 +98,7 @@ int32_t hkv_prefix_add_block(hkv_prefix *prefix, int32_t parent, int32_t block, 
 void hkv_prefix_add_companion(hkv_prefix *prefix, int32_t group, int32_t node, int32_t block);
 /* Tokens that must stay in a block because they can be found there. */
 int32_t hkv_prefix_n_findable(const hkv_prefix *prefix, int32_t group, int32_t block);
-/* Cut a block's ties. */
+/* Cut a block's ties; with the last trunk block of a node goes all that is below it. */
 void hkv_prefix_forget_block(hkv_prefix *prefix, int32_t group, int32_t block);
 
 /* Drop a reference to a block. Of several trunk blocks with the same content only one is kept without references. */

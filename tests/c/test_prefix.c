@@ -4,8 +4,7 @@
 
 enum { T = 8, MAX_BLOCKS = 64, N_SEQUENCES = 4, MAX_NODES = 2 * MAX_BLOCKS + N_SEQUENCES, N_BUCKETS = 16 };
 
-/* -------------------------------------------------------------------------------------------------------- SipHash-2-4
- */
+/* ---------------------------------------------------------------------------------------------------- SipHash-2-4 */
 
 /* The published vectors: key 00 01 .. 0f, input 00 01 02 ..; those of whole words. */
 static void test_siphash_vectors(void)
@@ -17,8 +16,7 @@ static void test_siphash_vectors(void)
     CHECK(hkv_siphash(key, words, 2) == 0x3f2acc7f57c29bdbu);
 }
 
-/* --------------------------------------------------------------------------------------------------------------- pools
- */
+/* ---------------------------------------------------------------------------------------------------------- pools */
 
 typedef struct pool_memory {
     int32_t n_refs[MAX_BLOCKS], node[MAX_BLOCKS], next[MAX_BLOCKS], prev[MAX_BLOCKS];
@@ -279,8 +277,7 @@ static void test_partial_tails_are_found(void)
     free(t);
 }
 
-/* ------------------------------------------------------------------------------------------------------- blocks and
- * nodes */
+/* ----------------------------------------------------------------------------------------------- blocks and nodes */
 
 static void test_duplicates_share_a_node_and_survive_each_other(void)
 {
@@ -330,6 +327,28 @@ static void test_eviction_takes_the_least_recent_path_from_its_end(void)
     free(t);
 }
 
+static void test_what_is_below_a_forgotten_block_goes_too(void)
+{
+    tree *t = tree_create(16, T, 0);
+    int64_t tokens[4 * T];
+    int32_t root = hkv_prefix_acquire_root(&t->prefix, NULL, 0);
+    count_up(tokens, 4 * T, 0);
+    path p = tree_write(t, root, tokens, 3 * T);
+    tokens[3 * T - 1] = 99;
+    path q = tree_write(t, root, tokens, 3 * T + 2);
+    tree_release(t, &p);
+    tree_release(t, &q);
+    CHECK_INT(t->pools[0].n_cached, 5); /* two in common, and their ends */
+    int32_t nodes[3];
+    hkv_prefix_match(&t->prefix, root, tokens, 2 * T, nodes);
+    hkv_prefix_forget_block(&t->prefix, 0, hkv_prefix_block_of(&t->prefix, 0, nodes[1]));
+    tree_check(t);
+    CHECK_INT(t->pools[0].n_cached, 1);
+    CHECK_INT(t->pools[1].n_cached, 1);
+    CHECK_INT(tree_match(t, root, tokens, 3 * T), T);
+    free(t);
+}
+
 static void test_roots_go_with_their_last_user_and_child(void)
 {
     tree *t = tree_create(8, 0, 0);
@@ -346,8 +365,7 @@ static void test_roots_go_with_their_last_user_and_child(void)
     free(t);
 }
 
-/* ------------------------------------------------------------------------------------------------------------- windows
- */
+/* -------------------------------------------------------------------------------------------------------- windows */
 
 static void test_windowed_groups_must_hold_the_last_window(void)
 {
@@ -419,6 +437,7 @@ int main(void)
     RUN(test_partial_tails_are_found);
     RUN(test_duplicates_share_a_node_and_survive_each_other);
     RUN(test_eviction_takes_the_least_recent_path_from_its_end);
+    RUN(test_what_is_below_a_forgotten_block_goes_too);
     RUN(test_roots_go_with_their_last_user_and_child);
     RUN(test_windowed_groups_must_hold_the_last_window);
     RUN(test_part_of_a_block_needs_every_group);
