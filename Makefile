@@ -35,7 +35,7 @@ test: $(INSTALLED) ## run the Python tests; ARGS="-k name"
 
 .PHONY: c-test
 c-test: ## run the C tests under the address and undefined-behaviour sanitizers
-	$(MAKE) --no-print-directory -C tests/c check
+	$(MAKE) --no-print-directory -j "$$(nproc)" -C tests/c check
 
 .PHONY: lint
 lint: $(INSTALLED) ## ruff, mypy, stubtest and the check of the C formatting
