@@ -9,7 +9,9 @@ Importing this module registers the attention function ``"hybridkv"``; `HybridCa
     model.generate(**inputs, past_key_values=cache)
 
 With another attention implementation the same cache returns dequantised keys and values, which is slow and meant for
-comparison. transformers 5.17 and later; needs torch.
+comparison. Needs torch, and transformers 5.17 or later (which call the argument ``cache`` from 5.2x on). What cannot be
+computed is refused with the reason: cross attention, latent attention, recurrent or chunked layers, masks that are not
+causal, attention weights as output. transformers' continuous batching brings its own cache and cannot use this one.
 """
 
 from transformers import AttentionInterface, AttentionMaskInterface
