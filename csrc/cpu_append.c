@@ -99,7 +99,10 @@ size_t hkv_cpu_append_workspace(const hkv_group *group)
 static void append_run(const hkv_cpu_step *step, int32_t n_things, int64_t n_rows,
                        void (*run)(const hkv_cpu_step *, int32_t, int32_t, uint8_t *))
 {
-    int32_t n_tasks = n_things * step->group->n_kv_heads, n_lanes = lanes_of(step->group);
+    /* As many lanes as the workspace holds: asking for the machine's cores again would cost more than the work. */
+    size_t n_fit = step->group->workspace_bytes / step->group->format.row_page_bytes;
+    int32_t n_tasks = n_things * step->group->n_kv_heads;
+    int32_t n_lanes = n_fit < MAX_LANES_OF_PAGES ? (int32_t)n_fit : MAX_LANES_OF_PAGES;
     append_job job = {step, step->group->workspace, n_lanes < n_tasks ? n_lanes : n_tasks, n_tasks, run};
     if (n_tasks == 0) return;
     hkv_threads_run(n_rows <= INLINE_ROWS ? NULL : step->threads, job.n_lanes, append_lane, &job);
