@@ -13,8 +13,9 @@
 
 enum {
     CALL_RECORDS = 32,
-    KEPT_WEIGHTS = 16384, /* floats of the survey's weights that are kept */
-    MAX_TOKENS = HKV_MAX_BLOCK_SIZE
+    KEPT_WEIGHTS = 16384,                                           /* floats of the survey's weights that are kept */
+    MAX_RUN = 8,                                                    /* records whose keys are weighed together */
+    RUN_WEIGHTS = MAX_RUN * HKV_BLOCK_ROWS * HKV_MAX_BLOCK_SIZE / 4 /* floats, for smaller blocks */
 };
 
 /* A block's running maximum lags behind the true one by at most this much: sums grow to e^20 of their share. */
@@ -154,18 +155,43 @@ HKV_AVX512_INLINE void prefetch_bytes(const uint8_t *data, size_t n_bytes)
     for (size_t i = 0; i < n_bytes; i += 64) _mm_prefetch((const char *)(data + i), _MM_HINT_T0);
 }
 
-/* Softmax weights of a record's tokens, relative to its own maximum in *part: weights [n_rows, TP]. */
-HKV_AVX512_INLINE void record_weigh(const hkv_record_shape shape, const row_block *rows, const hkv_cpu_source *source,
-                                    const uint8_t *ahead, float *weights, row_sums *part)
+HKV_AVX512_INLINE void key_side_load(const hkv_record_shape shape, const row_block *rows, const uint8_t *record,
+                                     const uint8_t *ahead, hkv_key_side *side)
 {
     const hkv_format *f = rows->query->format;
-    hkv_key_side side;
     prefetch_bytes(ahead + f->k_params_offset, f->k_high_offset - f->k_params_offset);
-    hkv_key_side_make(shape, f, source->data, rows->q, rows->query->softmax_scale, &side);
-    hkv_record_dots(shape, f, source->data, &side, tiles_of(source->n_tokens), ahead, weights);
-    part->max =
-        scores_finish(shape.n_rows, rows, source->first_position, source->n_tokens, (size_t)f->stored_tokens, weights);
-    part->sum = weights_make(shape.n_rows, part->max, source->n_tokens, (size_t)f->stored_tokens, weights);
+    hkv_key_side_make(shape, f, record, rows->q, rows->query->softmax_scale, side);
+}
+
+/* In place, scores of a record [n_rows, TP] to weights relative to the rows' largest ones. */
+HKV_AVX512_INLINE row_sums record_soften(const hkv_record_shape shape, const row_block *rows,
+                                         const hkv_cpu_source *source, float *scores)
+{
+    const size_t stride = (size_t)rows->query->format->stored_tokens;
+    row_sums part;
+    part.max = scores_finish(shape.n_rows, rows, source->first_position, source->n_tokens, stride, scores);
+    part.sum = weights_make(shape.n_rows, part.max, source->n_tokens, stride, scores);
+    return part;
+}
+
+/* Softmax weights of n records' tokens, relative to each record's own maximum: weights [n, HKV_BLOCK_ROWS, TP], parts
+ * [n]. The next record's queries are made and the last one's scores softened beside the products of one record, so that
+ * the processor finds independent work. `ahead` comes after the last record. */
+HKV_AVX512_INLINE void records_weigh(const hkv_record_shape shape, const row_block *rows, const hkv_cpu_source *sources,
+                                     int32_t n, const uint8_t *ahead, float *weights, row_sums *parts)
+{
+    const hkv_format *f = rows->query->format;
+    const size_t stride = HKV_BLOCK_ROWS * (size_t)f->stored_tokens;
+    hkv_key_side sides[2];
+    key_side_load(shape, rows, sources[0].data, n > 1 ? sources[1].data : ahead, &sides[0]);
+    for (int32_t s = 0; s < n; s++) {
+        const uint8_t *next = s + 1 < n ? sources[s + 1].data : ahead;
+        if (s + 1 < n) key_side_load(shape, rows, next, s + 2 < n ? sources[s + 2].data : ahead, &sides[(s + 1) & 1]);
+        hkv_record_dots(shape, f, sources[s].data, &sides[s & 1], tiles_of(sources[s].n_tokens), next,
+                        weights + (size_t)s * stride);
+        if (s > 0) parts[s - 1] = record_soften(shape, rows, &sources[s - 1], weights + (size_t)(s - 1) * stride);
+    }
+    parts[n - 1] = record_soften(shape, rows, &sources[n - 1], weights + (size_t)(n - 1) * stride);
 }
 
 /* sums += factor[row] * weights . v */
@@ -180,22 +206,22 @@ HKV_AVX512_INLINE void record_add(const hkv_record_shape shape, const hkv_format
 }
 
 typedef struct record_kernels {
-    void (*weigh)(const row_block *rows, const hkv_cpu_source *source, int32_t with_low, const uint8_t *ahead,
-                  float *weights, row_sums *part);
+    void (*weigh)(const row_block *rows, const hkv_cpu_source *sources, int32_t n, int32_t with_low,
+                  const uint8_t *ahead, float *weights, row_sums *parts);
     void (*add)(const hkv_format *f, const hkv_cpu_source *source, int32_t with_low, const float *weights,
                 const float *factor, const uint8_t *ahead, hkv_value_sums *sums);
 } record_kernels;
 
 #define RECORD_KERNELS(name, rows_n, groups, half)                                                                     \
-    static void weigh_##name(const row_block *rows, const hkv_cpu_source *source, int32_t with_low,                    \
-                             const uint8_t *ahead, float *weights, row_sums *part)                                     \
+    static void weigh_##name(const row_block *rows, const hkv_cpu_source *sources, int32_t n, int32_t with_low,        \
+                             const uint8_t *ahead, float *weights, row_sums *parts)                                    \
     {                                                                                                                  \
         const hkv_format *f = rows->query->format;                                                                     \
         (void)f;                                                                                                       \
         if (with_low)                                                                                                  \
-            record_weigh((hkv_record_shape){rows_n, groups, half, 1}, rows, source, ahead, weights, part);             \
+            records_weigh((hkv_record_shape){rows_n, groups, half, 1}, rows, sources, n, ahead, weights, parts);       \
         else                                                                                                           \
-            record_weigh((hkv_record_shape){rows_n, groups, half, 0}, rows, source, ahead, weights, part);             \
+            records_weigh((hkv_record_shape){rows_n, groups, half, 0}, rows, sources, n, ahead, weights, parts);       \
     }                                                                                                                  \
     static void add_##name(const hkv_format *f, const hkv_cpu_source *source, int32_t with_low, const float *weights,  \
                            const float *factor, const uint8_t *ahead, hkv_value_sums *sums)                            \
@@ -330,6 +356,7 @@ typedef struct record_batch {
     const hkv_cpu_query *query;
     const hkv_cpu_source *sources; /* [n] records */
     int32_t n;
+    int32_t max_run;                /* records that are weighed together */
     int32_t readings[CALL_RECORDS]; /* hkv_precision or NOT_READ */
     float *kept;                    /* weights of the survey at INT4, NULL where there was none or they do not fit */
     row_sums *kept_parts;           /* [row blocks, n] */
@@ -359,34 +386,57 @@ static const uint8_t *record_ahead(const record_batch *batch, int32_t s)
     return batch->sources[s].data;
 }
 
+/* Records from s on that are weighed together: those read with (or without) low planes alike, if not kept. */
+static int32_t run_length(const record_batch *batch, int32_t s)
+{
+    int32_t with_low = batch->readings[s] != HKV_READ_INT4, n = 1;
+    while (n < batch->max_run && s + n < batch->n && batch->readings[s + n] != NOT_READ &&
+           (batch->readings[s + n] != HKV_READ_INT4) == with_low)
+        n++;
+    return n;
+}
+
+static void records_add(const record_batch *batch, const row_block *rows, int32_t first, int32_t n,
+                        const float *weights, const row_sums *parts, row_sums *running, hkv_value_sums *sums)
+{
+    const hkv_format *f = batch->query->format;
+    const record_kernels *kernels = record_kernels_of(f, rows->n_rows);
+    for (int32_t s = first; s < first + n; s++) {
+        size_t at = (size_t)(s - first);
+        const uint8_t *ahead =
+            batch->kept && batch->readings[s] != HKV_READ_INT4 ? batch->sources[s].data : record_ahead(batch, s);
+        float factor[HKV_BLOCK_ROWS];
+        keep_lse(rows, &parts[at], batch_lse(batch, s));
+        running_update(rows, &parts[at], running, sums, factor);
+        kernels->add(f, &batch->sources[s], batch->readings[s] == HKV_READ_INT8,
+                     weights + at * HKV_BLOCK_ROWS * (size_t)f->stored_tokens, factor, ahead, sums);
+    }
+}
+
 /* Read the records as decided, for one block of rows. */
 static void batch_attend(const record_batch *batch, int32_t block, hkv_cpu_state *state)
 {
-    const hkv_format *f = batch->query->format;
     const row_block rows = row_block_at(batch->query, block * HKV_BLOCK_ROWS);
-    const record_kernels *kernels = record_kernels_of(f, rows.n_rows);
-    float own_weights[HKV_BLOCK_ROWS * MAX_TOKENS];
+    const record_kernels *kernels = record_kernels_of(batch->query->format, rows.n_rows);
+    const row_sums unread = row_sums_empty();
+    float own_weights[RUN_WEIGHTS];
     hkv_value_sums sums;
-    row_sums running = row_sums_empty();
+    row_sums running = row_sums_empty(), own_parts[MAX_RUN];
+    int32_t n;
     value_sums_clear(&rows, &sums);
-    for (int32_t s = 0; s < batch->n; s++) {
-        const hkv_cpu_source *source = &batch->sources[s];
-        int32_t reading = batch->readings[s];
-        int32_t is_kept = batch->kept && reading == HKV_READ_INT4;
-        const uint8_t *ahead = batch->kept && !is_kept ? source->data : record_ahead(batch, s);
-        const float *weights = own_weights;
-        float factor[HKV_BLOCK_ROWS];
-        row_sums part = row_sums_empty();
-        if (reading != NOT_READ && is_kept) {
-            weights = kept_weights(batch, block, s);
-            part = batch->kept_parts[kept_idx(batch, block, s)];
-        } else if (reading != NOT_READ) {
-            kernels->weigh(&rows, source, reading != HKV_READ_INT4, ahead, own_weights, &part);
+    for (int32_t s = 0; s < batch->n; s += n) {
+        n = 1;
+        if (batch->readings[s] == NOT_READ) {
+            keep_lse(&rows, &unread, batch_lse(batch, s));
+        } else if (batch->kept && batch->readings[s] == HKV_READ_INT4) {
+            records_add(batch, &rows, s, 1, kept_weights(batch, block, s),
+                        &batch->kept_parts[kept_idx(batch, block, s)], &running, &sums);
+        } else {
+            n = run_length(batch, s);
+            kernels->weigh(&rows, &batch->sources[s], n, batch->readings[s] != HKV_READ_INT4,
+                           batch->sources[s + n - 1].data, own_weights, own_parts);
+            records_add(batch, &rows, s, n, own_weights, own_parts, &running, &sums);
         }
-        keep_lse(&rows, &part, batch_lse(batch, s));
-        if (reading == NOT_READ) continue;
-        running_update(&rows, &part, &running, &sums, factor);
-        kernels->add(f, source, reading == HKV_READ_INT8, weights, factor, ahead, &sums);
     }
     value_sums_merge(&rows, &running, &sums, state);
 }
@@ -431,36 +481,32 @@ HKV_AVX512_INLINE float rows_share(const row_block *rows, const row_sums *part, 
     return _mm_cvtss_f32(_mm_max_ss(share, _mm_shuffle_ps(share, share, 1)));
 }
 
-static void survey_decide(record_batch *batch, int32_t s, float share, hkv_cpu_progressive *progressive)
-{
-    const hkv_cpu_source *source = &batch->sources[s];
-    batch->readings[s] = record_decide(batch->query->format, source, share, progressive);
-    prefetch_reading(batch->query->format, source->data, batch->readings[s]);
-}
-
-/* Weigh all keys at INT4 and decide; each record while the next one is weighed, so that nothing waits for its share. */
+/* Weigh all keys at INT4, some records at a time, and decide. */
 static void batch_survey(record_batch *batch, hkv_cpu_progressive *progressive)
 {
     const hkv_format *f = batch->query->format;
-    int32_t n_blocks = (batch->query->n_rows + HKV_BLOCK_ROWS - 1) / HKV_BLOCK_ROWS;
-    float own_weights[HKV_BLOCK_ROWS * MAX_TOKENS], shares[CALL_RECORDS];
-    for (int32_t s = 0; s < batch->n; s++) {
-        shares[s] = -1.0f;
-        batch->readings[s] = HKV_READ_INT4; /* for record_ahead */
-    }
-    for (int32_t block = 0; block < n_blocks; block++) {
-        const row_block rows = row_block_at(batch->query, block * HKV_BLOCK_ROWS);
-        const record_kernels *kernels = record_kernels_of(f, rows.n_rows);
-        for (int32_t s = 0; s < batch->n; s++) {
-            row_sums part;
-            kernels->weigh(&rows, &batch->sources[s], 0, record_ahead(batch, s),
-                           batch->kept ? kept_weights(batch, block, s) : own_weights, &part);
-            if (batch->kept) batch->kept_parts[kept_idx(batch, block, s)] = part;
-            shares[s] = fmaxf(shares[s], rows_share(&rows, &part, progressive->reference_lse));
-            if (block + 1 == n_blocks && s > 0) survey_decide(batch, s - 1, shares[s - 1], progressive);
+    int32_t n_blocks = (batch->query->n_rows + HKV_BLOCK_ROWS - 1) / HKV_BLOCK_ROWS, n;
+    float own_weights[RUN_WEIGHTS];
+    row_sums own_parts[MAX_RUN];
+    for (int32_t first = 0; first < batch->n; first += n) {
+        const hkv_cpu_source *sources = batch->sources + first;
+        float shares[MAX_RUN];
+        n = batch->n - first < batch->max_run ? batch->n - first : batch->max_run;
+        for (int32_t s = 0; s < n; s++) shares[s] = -1.0f;
+        for (int32_t block = 0; block < n_blocks; block++) {
+            const row_block rows = row_block_at(batch->query, block * HKV_BLOCK_ROWS);
+            float *weights = batch->kept ? kept_weights(batch, block, first) : own_weights;
+            row_sums *parts = batch->kept ? &batch->kept_parts[kept_idx(batch, block, first)] : own_parts;
+            const uint8_t *ahead = sources[first + n < batch->n ? n : n - 1].data;
+            record_kernels_of(f, rows.n_rows)->weigh(&rows, sources, n, 0, ahead, weights, parts);
+            for (int32_t s = 0; s < n; s++)
+                shares[s] = fmaxf(shares[s], rows_share(&rows, &parts[s], progressive->reference_lse));
+        }
+        for (int32_t s = 0; s < n; s++) {
+            batch->readings[first + s] = record_decide(f, &sources[s], shares[s], progressive);
+            prefetch_reading(f, sources[s].data, batch->readings[first + s]);
         }
     }
-    survey_decide(batch, batch->n - 1, shares[batch->n - 1], progressive);
 }
 
 /* Is any of a source's tokens visible to any row? */
@@ -485,12 +531,19 @@ static void batch_read_all(record_batch *batch, hkv_cpu_progressive *progressive
     }
 }
 
+static int32_t run_limit(const hkv_format *f)
+{
+    int32_t n = RUN_WEIGHTS / (HKV_BLOCK_ROWS * f->stored_tokens);
+    return n < MAX_RUN ? n : MAX_RUN;
+}
+
 static void records_attend(const hkv_cpu_query *query, const hkv_cpu_source *sources, int32_t n, hkv_cpu_state *state,
                            hkv_cpu_progressive *progressive, float *source_lse)
 {
     float kept[KEPT_WEIGHTS] __attribute__((aligned(64)));
     row_sums kept_parts[KEPT_WEIGHTS / (HKV_BLOCK_ROWS * HKV_TILE_TOKENS)];
-    record_batch batch = {.query = query, .sources = sources, .n = n, .source_lse = source_lse};
+    record_batch batch = {
+        .query = query, .sources = sources, .n = n, .max_run = run_limit(query->format), .source_lse = source_lse};
     int32_t n_blocks = (query->n_rows + HKV_BLOCK_ROWS - 1) / HKV_BLOCK_ROWS;
     if (progressive && (progressive->skip_mass > 0.0f || progressive->refine_mass > 0.0f)) {
         size_t n_weights = (size_t)n_blocks * (size_t)n * HKV_BLOCK_ROWS * (size_t)query->format->stored_tokens;
