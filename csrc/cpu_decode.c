@@ -18,6 +18,7 @@ enum {
     HOT_SOURCES = 64,  /* at least 16 sinks, 17 blocks of the window, 2 blocks of new tokens */
     TASK_BYTES = 192 << 10,
     WAVE_ITEMS = 256,
+    HEADERS_AHEAD = 16,   /* blocks by which headers are prefetched */
     MIN_PARTIALS = 16,    /* partial states of an item */
     TARGET_PARTIALS = 64, /* the same, where it has few query rows */
     TARGET_ROWS = 8,      /* query rows, */
@@ -75,6 +76,11 @@ static int32_t is_decoded(const hkv_plan_row *row)
 static int32_t at_most(int32_t value, int32_t limit)
 {
     return value < limit ? value : limit;
+}
+
+static float larger(float a, float b)
+{
+    return a > b ? a : b;
 }
 
 static const hkv_plan_row *item_row(const decode_job *job, const decode_item *item)
@@ -150,7 +156,7 @@ static void block_lse_add(decode_item *item, int32_t block, const float *lse)
     int32_t n_rows = item->query.n_rows;
     float *total = item->block_lse + (size_t)(block - item->first_block) * (size_t)n_rows;
     for (int32_t i = 0; i < n_rows; i++) {
-        float max = fmaxf(total[i], lse[i]), min = fminf(total[i], lse[i]);
+        float max = larger(total[i], lse[i]), min = total[i] > lse[i] ? lse[i] : total[i];
         total[i] = min == -INFINITY ? max : max + log1pf(expf(min - max));
     }
 }
@@ -274,7 +280,7 @@ static int32_t l2_take_mass(const hkv_cpu_step *step, l2_block *blocks, int32_t 
 {
     double left = 0.0, total = 0.0, allowed;
     float max_bound = -INFINITY;
-    for (int32_t i = 0; i < n_all; i++) max_bound = fmaxf(max_bound, blocks[i].bound);
+    for (int32_t i = 0; i < n_all; i++) max_bound = larger(max_bound, blocks[i].bound);
     for (int32_t i = 0; i < n_all; i++) {
         double estimate = l2_estimate(step, &blocks[i], max_bound);
         total += estimate;
@@ -289,6 +295,11 @@ static int32_t l2_take_mass(const hkv_cpu_step *step, l2_block *blocks, int32_t 
     return n;
 }
 
+static void prefetch_header(const hkv_cpu_step *step, int32_t row, int32_t kv_head, int32_t block)
+{
+    HKV_PREFETCH(hkv_layer_record(step->layer, hkv_cpu_row_block(step, row, block), kv_head));
+}
+
 /* L2 records of the item that some query token sees a token of. */
 static int32_t item_find_l2(const decode_job *job, decode_item *item)
 {
@@ -297,6 +308,8 @@ static int32_t item_find_l2(const decode_job *job, decode_item *item)
     for (int32_t i = 0; i < item->n_blocks; i++) {
         hkv_cpu_source source;
         const hkv_record_header *header;
+        if (i + HEADERS_AHEAD < item->n_blocks)
+            prefetch_header(step, item->tile.row, item->tile.kv_head, item->first_block + i + HEADERS_AHEAD);
         if (!hkv_cpu_block_source(step, item->tile.row, item->tile.kv_head, item->first_block + i, &source)) continue;
         if (source.kind != HKV_SOURCE_RECORD) continue;
         header = (const hkv_record_header *)source.data;
@@ -319,7 +332,7 @@ static void item_bound_l2(const decode_job *job, decode_item *item, int32_t n)
         for (int32_t i = 0; i < n; i++) {
             int32_t physical = hkv_cpu_row_block(step, tile.row, item->l2[i].block);
             const uint8_t *record = hkv_layer_record(step->layer, physical, tile.kv_head);
-            item->l2[i].bound = fmaxf(item->l2[i].bound, step->kernels->record_bound(&query, record));
+            item->l2[i].bound = larger(item->l2[i].bound, step->kernels->record_bound(&query, record));
         }
     }
 }
@@ -362,7 +375,7 @@ static void item_keep_lse(const decode_job *job, decode_item *item, const hkv_cp
         float *share = &item->shares[sources[s].logical_block - item->first_block];
         if (!job->is_survey) block_lse_add(item, sources[s].logical_block, source_lse);
         for (int32_t r = 0; job->is_survey && r < n_rows; r++)
-            if (source_lse[r] > -INFINITY) *share = fmaxf(*share, expf(source_lse[r] - item->reference_lse[r]));
+            if (source_lse[r] > -INFINITY) *share = larger(*share, expf(source_lse[r] - item->reference_lse[r]));
     }
 }
 
@@ -482,8 +495,9 @@ static void item_finish_chunk(void *ctx, int32_t item_idx, int32_t worker)
     hkv_cpu_store_output(job->step, &item->tile, &item->state, row_lse);
     for (int32_t i = 0; job->has_mass && i < item->n_blocks; i++) {
         const float *lse = item->block_lse + (size_t)i * (size_t)item->query.n_rows;
-        for (int32_t r = 0; r < item->query.n_rows; r++)
-            item->block_mass[i] = fmaxf(item->block_mass[i], expf(lse[r] - row_lse[r]));
+        float largest = -INFINITY;
+        for (int32_t r = 0; r < item->query.n_rows; r++) largest = larger(largest, lse[r] - row_lse[r]);
+        item->block_mass[i] = larger(item->block_mass[i], expf(largest));
     }
 }
 
@@ -567,8 +581,8 @@ static void wave_keep_mass(void *ctx, int32_t kv_head, int32_t worker)
         for (int32_t i = 0; i < item->n_blocks; i++) {
             hkv_record_header *header = item_header(job->step, item->tile.row, kv_head, item->first_block + i);
             if (!header) continue;
-            header->mass = fmaxf(header->mass, item->block_mass[i]);
-            header->mass_history = fmaxf(header->mass_history, item->block_mass[i]);
+            header->mass = larger(header->mass, item->block_mass[i]);
+            header->mass_history = larger(header->mass_history, item->block_mass[i]);
         }
     }
 }
@@ -623,6 +637,7 @@ static void head_decay_history(void *ctx, int32_t kv_head, int32_t worker)
             is_decoded(row) && row_keeps_mass(step, r) ? hkv_cpu_n_blocks(&step->group->format, row->length) : 0;
         for (int32_t block = hkv_cpu_first_block(step->group, row->length - row->n_new); block < end; block++) {
             hkv_record_header *header = item_header(step, r, kv_head, block);
+            if (block + HEADERS_AHEAD < end) prefetch_header(step, r, kv_head, block + HEADERS_AHEAD);
             if (!header || header->mass < 0.0f) continue;
             header->mass_history *= HKV_MASS_DECAY;
             header->mass = -1.0f;

@@ -31,6 +31,12 @@ size_t hkv_cpu_prefill_workspace(const hkv_group *group);
 
 /* ------------------------------------------------------------------------------------------- what the parts share */
 
+#if defined(__GNUC__)
+#define HKV_PREFETCH(address) __builtin_prefetch(address)
+#else
+#define HKV_PREFETCH(address) (void)(address)
+#endif
+
 /* Workspace, handed out front to back. With base NULL it only counts what would be handed out. */
 typedef struct hkv_cpu_arena {
     uint8_t *base;
