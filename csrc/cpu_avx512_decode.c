@@ -666,24 +666,38 @@ void hkv_avx512_decode(const hkv_cpu_query *query, const hkv_cpu_source *sources
     }
 }
 
+/* The largest bound of a block of rows, in lane 0. */
+HKV_AVX512_INLINE __m128 rows_bound(int32_t n_rows, const row_block *rows, const uint8_t *params)
+{
+    const size_t stored_dim = (size_t)rows->query->format->stored_dim;
+    __m512 sum[HKV_BLOCK_ROWS];
+    __m128 bounds;
+    for (int32_t i = 0; i < n_rows; i++) sum[i] = _mm512_setzero_ps();
+    for (int32_t step = 0; step < rows->query->format->stored_dim / 16; step++) {
+        __m512 scale, zero, lo, hi;
+        hkv_key_params(params, step, &scale, &zero);
+        lo = _mm512_fmadd_ps(scale, _mm512_set1_ps((float)HKV_CODE_MIN), zero);
+        hi = _mm512_fmadd_ps(scale, _mm512_set1_ps((float)HKV_CODE_MAX), zero);
+        for (int32_t i = 0; i < n_rows; i++) {
+            __m512 q = _mm512_loadu_ps(rows->q + (size_t)i * stored_dim + 16 * step);
+            sum[i] = _mm512_add_ps(sum[i], _mm512_max_ps(_mm512_mul_ps(q, lo), _mm512_mul_ps(q, hi)));
+        }
+    }
+    bounds = _mm_mask_mov_ps(_mm_set1_ps(-INFINITY), lanes_of_rows(n_rows), hkv_reduce_rows_add(n_rows, sum));
+    bounds = _mm_max_ps(bounds, _mm_movehl_ps(bounds, bounds));
+    return _mm_max_ps(bounds, _mm_shuffle_ps(bounds, bounds, 1));
+}
+
 float hkv_avx512_record_bound(const hkv_cpu_query *query, const uint8_t *record)
 {
-    const hkv_format *f = query->format;
-    const uint8_t *params = record + f->k_params_offset;
-    float bound = -INFINITY;
-    for (int32_t row = 0; row < query->n_rows; row++) {
-        const float *q = query->q + (size_t)row * (size_t)f->stored_dim;
-        __m512 sum = _mm512_setzero_ps();
-        for (int32_t step = 0; step < f->stored_dim / 16; step++) {
-            __m512 scale, zero, lo, hi, q_step = _mm512_loadu_ps(q + 16 * step);
-            hkv_key_params(params, step, &scale, &zero);
-            lo = _mm512_fmadd_ps(scale, _mm512_set1_ps((float)HKV_CODE_MIN), zero);
-            hi = _mm512_fmadd_ps(scale, _mm512_set1_ps((float)HKV_CODE_MAX), zero);
-            sum = _mm512_add_ps(sum, _mm512_max_ps(_mm512_mul_ps(q_step, lo), _mm512_mul_ps(q_step, hi)));
-        }
-        bound = fmaxf(bound, _mm512_reduce_add_ps(sum));
+    const uint8_t *params = record + query->format->k_params_offset;
+    __m128 bound = _mm_set1_ps(-INFINITY);
+    for (int32_t first_row = 0; first_row < query->n_rows; first_row += HKV_BLOCK_ROWS) {
+        const row_block rows = row_block_at(query, first_row);
+        bound = _mm_max_ss(bound, rows.n_rows == HKV_BLOCK_ROWS ? rows_bound(HKV_BLOCK_ROWS, &rows, params)
+                                                                : rows_bound(rows.n_rows, &rows, params));
     }
-    return bound;
+    return _mm_cvtss_f32(bound);
 }
 
 #endif
