@@ -357,7 +357,8 @@ hkv_status hkv_cache_add_sequence(hkv_cache *cache, const int64_t *token_ids, in
                                   size_t salt_bytes, hkv_sequence *sequence, int64_t *n_cached, hkv_error *error);
 /* A second sequence with the same content; blocks are shared until one of them writes. */
 hkv_status hkv_cache_fork(hkv_cache *cache, hkv_sequence sequence, hkv_sequence *forked, hkv_error *error);
-/* Keep the first n_tokens. Growing is HKV_ERR_ARGUMENT. */
+/* Keep the first n_tokens. Growing is HKV_ERR_ARGUMENT, and so is a length before which layers with a window dropped
+ * tokens that they would have to read: block_size tokens can always be taken back, and all of them. */
 hkv_status hkv_cache_truncate(hkv_cache *cache, hkv_sequence sequence, int64_t n_tokens, hkv_error *error);
 /* sequences[i] takes the content of sequences[source_idx[i]] (beam search); handles stay. */
 hkv_status hkv_cache_reorder(hkv_cache *cache, const hkv_sequence *sequences, const int32_t *source_idx, int32_t n,

@@ -327,6 +327,31 @@ static void test_eviction_takes_the_least_recent_path_from_its_end(void)
     free(t);
 }
 
+/* A cached block that is written once more and released again counts as used then. */
+static void test_duplicates_renew_what_is_cached(void)
+{
+    tree *t = tree_create(16, 0, 0);
+    int64_t tokens[3 * T], other[T];
+    int32_t root = hkv_prefix_acquire_root(&t->prefix, NULL, 0);
+    count_up(tokens, 3 * T, 0);
+    count_up(other, T, 100);
+    path a = tree_write(t, root, tokens, 2 * T);
+    tree_release(t, &a);
+    path x = tree_write(t, root, other, T);
+    tree_release(t, &x);
+    path b = tree_write(t, root, tokens, 3 * T);
+    tree_release(t, &b);
+    CHECK_INT(t->pools[0].n_cached, 4);
+    hkv_prefix_forget_block(&t->prefix, 0, hkv_block_pool_oldest(&t->pools[0]));
+    CHECK_INT(tree_match(t, root, other, T), 0);
+    for (int32_t left = 2; left >= 0; left--) {
+        CHECK_INT(tree_match(t, root, tokens, 3 * T), (left + 1) * T);
+        hkv_prefix_forget_block(&t->prefix, 0, hkv_block_pool_oldest(&t->pools[0]));
+        tree_check(t);
+    }
+    free(t);
+}
+
 static void test_what_is_below_a_forgotten_block_goes_too(void)
 {
     tree *t = tree_create(16, T, 0);
@@ -437,6 +462,7 @@ int main(void)
     RUN(test_partial_tails_are_found);
     RUN(test_duplicates_share_a_node_and_survive_each_other);
     RUN(test_eviction_takes_the_least_recent_path_from_its_end);
+    RUN(test_duplicates_renew_what_is_cached);
     RUN(test_what_is_below_a_forgotten_block_goes_too);
     RUN(test_roots_go_with_their_last_user_and_child);
     RUN(test_windowed_groups_must_hold_the_last_window);
