@@ -141,7 +141,8 @@ double error_of(Case &c)
     c.poison_output();
     c.launch(0);
     CHECK_CUDA(cudaDeviceSynchronize());
-    return relative_error(c.output(), reference(c).out, c.spec().dtype);
+    const Reference want = reference(c);
+    return relative_error(c.output(), want.out, c.spec().dtype, want.unsure);
 }
 void decode_row(const std::string &name, Spec s, double must, double aim, int blocks_per_sm = 0, bool with_error = true)
 {
@@ -149,12 +150,7 @@ void decode_row(const std::string &name, Spec s, double must, double aim, int bl
     s.copies = copies_for(s);
     Case c(s, blocks_per_sm);
     c.base_params().counters = nullptr;
-    if (getenv("TRACE")) fprintf(stderr, "built\n");
-    c.launch(0);
-    CHECK_CUDA(cudaDeviceSynchronize());
-    if (getenv("TRACE")) fprintf(stderr, "launched\n");
     const double us = time_decode(c);
-    if (getenv("TRACE")) fprintf(stderr, "timed %g\n", us);
     const double error = with_error ? error_of(c) : -1;
     char note[128];
     std::snprintf(note, sizeof note, "%d chunks, %d stages, %d blocks an SM", c.n_chunks(), c.shape().n_stages,
@@ -295,12 +291,6 @@ int main(int argc, char **argv)
     progressive_row("progressive B32x8K 55/12", uniform(32, 8192, 8), 0.55, 0.12, 80, 66);
     progressive_row("progressive B1x128K 90/3", uniform(1, 131072, 8), 0.90, 0.03, 36, 26);
     progressive_row("progressive B1x128K 0/0", uniform(1, 131072, 8), 0.0, 0.0, 0, 0);
-    for (int blocks : {2, 3}) {
-        const std::string tail = " at " + std::to_string(blocks) + " blocks";
-        decode_row("INT8 B32x8K" + tail, uniform(32, 8192, 8), 0, 0, blocks, false);
-        decode_row("INT4 B32x8K" + tail, uniform(32, 8192, 4), 0, 0, blocks, false);
-        decode_row("INT4 B1x128K" + tail, uniform(1, 131072, 4), 0, 0, blocks, false);
-    }
     append_rows();
     if (json) write_json(json);
     return 0;

@@ -29,23 +29,37 @@ namespace
 
 constexpr int kThreads = (kConsumers + 1) * 32;
 constexpr int kMaxStages = 32;
-constexpr int kConsumerBarrier = 1; /* named barrier of the consumers */
+constexpr int kRankBarrier = 1; /* named barriers, one a head */
 
 enum ItemKind { kItemNothing, kItemRecord, kItemRows };
 enum ItemFlag { kLastItem = 1, kLastHotItem = 2 }; /* of this consumer in this chunk */
 
+/* Tokens of a 16-bit page in one item: a tile; half of it where stages are made for K high alone. */
+__host__ __device__ constexpr int row_tokens(bool progressive)
+{
+    return progressive ? HKV_TILE_TOKENS / 2 : HKV_TILE_TOKENS;
+}
+
 /* What a stage holds. */
 struct Item {
     int16_t kind, flags;
-    int32_t position; /* of its first token in the sequence */
-    int32_t n_tokens; /* that may be read, before the record's own header is looked at */
-    int32_t logical_block;
-    const uint8_t *source; /* record in global memory */
+    int32_t position;      /* of its first token in the sequence */
+    int32_t n_tokens;      /* that may be read, before the record's own header is looked at */
+    int32_t skew;          /* byte of the stage where it begins */
+    const uint8_t *source; /* where it comes from */
 };
+
+/* Bulk copies whose two ends lie differently in their 128-byte lines cost twice the L2 accesses (records are an odd
+ * multiple of 64 bytes): so the destination begins where the source does. */
+constexpr int kLine = 128, kMaxSkew = kLine - 16;
+__device__ __forceinline__ int skew_of(const uint8_t *source)
+{
+    return static_cast<int>(reinterpret_cast<uintptr_t>(source) % kLine);
+}
 
 /* What one consumer read of a chunk and what it did not. */
 struct Tally {
-    unsigned n_records, n_skipped, n_refined, n_rows; /* n_rows: quarters of pages */
+    unsigned n_records, n_skipped, n_refined, n_rows; /* n_rows: pieces of pages */
     float skipped_share;
 };
 
@@ -54,6 +68,7 @@ struct Control {
     Item items[kMaxStages];
     float2 hot_sums[kConsumers][16]; /* m and l of the hot part, where several warps share a head */
     Tally tallies[kConsumers];
+    int is_last[kConsumers];
     uint64_t full[2 * kMaxStages]; /* a stage's even and odd generations apart: any consumer may own any stage */
     uint64_t empty[kMaxStages];
     uint64_t area_full[kConsumers][2];
@@ -97,11 +112,11 @@ template <bool kProgressive> struct Producer {
         if (!waited) wait_for_predecessor();
         waited = true;
     }
-    __device__ __forceinline__ void push(const Item &item, const uint8_t *source, uint32_t n_bytes)
+    __device__ __forceinline__ void push(const Item &item, uint32_t n_bytes)
     {
         barrier_wait(shared_address(&control.empty[cursor.stage]), (cursor.generation & 1) ^ 1);
         if (lane == 0) control.items[cursor.stage] = item;
-        copy_to_shared(shared_address(ring + cursor.stage * p.stage_bytes), source, n_bytes,
+        copy_to_shared(shared_address(ring + cursor.stage * p.stage_bytes + item.skew), item.source, n_bytes,
                        cursor.full_barrier(control), lane);
         cursor.advance(1, p.n_stages);
         n_items++;
@@ -110,26 +125,29 @@ template <bool kProgressive> struct Producer {
     __device__ __forceinline__ void close_round(int flags)
     {
         Item nothing = {kItemNothing, 0, 0, 0, 0, nullptr};
-        while (n_items % kConsumers) push(nothing, nullptr, 0);
+        while (n_items % kConsumers) push(nothing, 0);
         nothing.flags = static_cast<int16_t>(flags);
-        for (int i = 0; i < kConsumers; i++) push(nothing, nullptr, 0);
+        for (int i = 0; i < kConsumers; i++) push(nothing, 0);
     }
-    /* A block's rows (page of head h at page + h * head_stride), a quarter an item. */
+    /* A block's rows (page of head h at page + h * head_stride), kRowTokens an item. */
     __device__ __forceinline__ void push_rows(const uint8_t *page, size_t head_stride, int block, int n_tokens)
     {
-        const int quarter_bytes = HKV_TILE_TOKENS * p.layer.format.row_bytes;
-        for (int quarter = 0; quarter * HKV_TILE_TOKENS < n_tokens; quarter++) {
-            const int n = min(HKV_TILE_TOKENS, n_tokens - quarter * HKV_TILE_TOKENS);
-            const Item item = {kItemRows, 0, block * kBlockTokens + quarter * HKV_TILE_TOKENS, n, block, nullptr};
-            for (int h = 0; h < n_heads; h++)
-                push(item, page + h * head_stride + quarter * quarter_bytes, quarter_bytes);
+        constexpr int kRowTokens = row_tokens(kProgressive);
+        const int n_bytes = kRowTokens * p.layer.format.row_bytes;
+        for (int first = 0; first < n_tokens; first += kRowTokens) {
+            const int n = min(kRowTokens, n_tokens - first);
+            const int position = block * kBlockTokens + first;
+            for (int h = 0; h < n_heads; h++) {
+                const uint8_t *source = page + h * head_stride + first * p.layer.format.row_bytes;
+                push({kItemRows, 0, position, n, skew_of(source), source}, n_bytes);
+            }
         }
     }
     __device__ __forceinline__ void push_record(const uint8_t *record, int block, int n_tokens)
     {
         for (int h = 0; h < n_heads; h++) {
             const uint8_t *source = record + h * p.layer.pages.head_stride_bytes;
-            push({kItemRecord, 0, block * kBlockTokens, n_tokens, block, source}, source, record_bytes);
+            push({kItemRecord, 0, block * kBlockTokens, n_tokens, skew_of(source), source}, record_bytes);
         }
     }
     __device__ void push_hot_page(const Chunk &chunk, int block)
@@ -222,6 +240,15 @@ template <typename S, bool kProgressive> struct Consumer {
     {
         return warp / n_heads;
     }
+    __device__ __forceinline__ int n_ranks() const
+    {
+        return kConsumers / n_heads;
+    }
+    /* A barrier of the warps that share a head: other heads' warps may be elsewhere. */
+    __device__ __forceinline__ void meet_ranks() const
+    {
+        named_barrier(kRankBarrier + warp % n_heads, n_ranks() * 32);
+    }
     __device__ __forceinline__ int column_of(int tile, int i) const
     {
         return chunk->column_tile * S::kColumns + tile * 8 + i;
@@ -234,7 +261,7 @@ template <typename S, bool kProgressive> struct Consumer {
     /* q of this warp's columns, fp16, as B fragments. */
     __device__ void load_queries()
     {
-        const int head_dim = p.layer.format.head_dim, first_token = p.plan.rows[chunk->row].first_token;
+        const int head_dim = p.layer.format.head_dim, first_token = chunk->first_token;
         const bool is_bf16 = p.layer.format.dtype == HKV_BF16;
 #pragma unroll
         for (int n = 0; n < S::kColumnTiles; n++) {
@@ -303,6 +330,10 @@ template <typename S, bool kProgressive> struct Consumer {
     /* --------------------------------------------------------------------------------------------------------------
      * items */
 
+    __device__ __forceinline__ const uint8_t *stage_of(int index) const
+    {
+        return ring + index * p.stage_bytes + control.items[index].skew;
+    }
     template <typename Rows> __device__ __forceinline__ void add_rows(const Rows &rows, int position, bool causal)
     {
         Scores<S, 1> x;
@@ -319,7 +350,7 @@ template <typename S, bool kProgressive> struct Consumer {
     /* The call's own tokens, straight from its K and V. */
     __device__ void add_call_tokens()
     {
-        const int64_t first = p.plan.rows[chunk->row].first_token;
+        const int64_t first = chunk->first_token;
         const CallRows rows = {static_cast<const uint16_t *>(p.tokens.k) + first * p.tokens.k_stride_token +
                                    head() * p.tokens.k_stride_head,
                                static_cast<const uint16_t *>(p.tokens.v) + first * p.tokens.v_stride_token +
@@ -333,7 +364,9 @@ template <typename S, bool kProgressive> struct Consumer {
     __device__ __forceinline__ void add_page_rows(const Item &item, const uint8_t *stage)
     {
         const hkv_format &f = p.layer.format;
-        add_rows(PageRows{shared_address(stage), f.row_bytes, f.row_bytes / 32, item.n_tokens}, item.position, false);
+        add_rows(
+            PageRows{shared_address(stage), f.row_bytes, f.row_bytes / 32, row_tokens(kProgressive) - 8, item.n_tokens},
+            item.position, false);
         count(&Tally::n_rows);
     }
     /* Tokens of an item that may be read, by its record's header in the stage. */
@@ -385,7 +418,8 @@ template <typename S, bool kProgressive> struct Consumer {
     /* A record whose rest is on its way. */
     struct Pending {
         int kind = kNoRest;
-        int half = 0;        /* of the area, for V high */
+        int half = 0; /* of the area, for V high */
+        int skew = 0;
         int stage = 0;       /* kept for its K high, where all the rest is read */
         Scores<S, kTiles> x; /* INT4 scores */
     };
@@ -399,7 +433,6 @@ template <typename S, bool kProgressive> struct Consumer {
     /* After the hot part: its log-sum-exp, over all warps that share the head, for this chunk and the unit's others. */
     __device__ void publish_reference()
     {
-        const int n_ranks = kConsumers / n_heads;
         float m[S::kColumnTiles][2], l[S::kColumnTiles][2];
 #pragma unroll
         for (int n = 0; n < S::kColumnTiles; n++)
@@ -407,11 +440,11 @@ template <typename S, bool kProgressive> struct Consumer {
             for (int j = 0; j < 2; j++) {
                 m[n][j] = acc.m[n][j];
                 l[n][j] = acc.total(n, j);
-                if (n_ranks > 1 && lane < 4)
+                if (n_ranks() > 1 && lane < 4)
                     control.hot_sums[warp][n * 8 + 2 * lane + j] = make_float2(m[n][j], l[n][j]);
             }
-        if (n_ranks > 1) {
-            named_barrier(kConsumerBarrier, kConsumers * 32);
+        if (n_ranks() > 1) {
+            meet_ranks();
 #pragma unroll
             for (int n = 0; n < S::kColumnTiles; n++)
 #pragma unroll
@@ -425,7 +458,7 @@ template <typename S, bool kProgressive> struct Consumer {
                         m[n][j] = top;
                     }
                 }
-            named_barrier(kConsumerBarrier, kConsumers * 32);
+            meet_ranks();
         }
 #pragma unroll
         for (int n = 0; n < S::kColumnTiles; n++)
@@ -473,14 +506,14 @@ template <typename S, bool kProgressive> struct Consumer {
     {
         if (pending.kind == kNoRest) return;
         const Layout layout = shape.layout();
-        const uint8_t *rest = area + pending.half * (layout.k_low() - layout.v_params());
+        const uint8_t *rest = area + rest_offset(pending.half, pending.skew);
         const uint8_t *high = rest + layout.v_high() - layout.v_params(),
                       *low = rest + layout.v_low() - layout.v_params();
         barrier_wait(shared_address(&control.area_full[warp][pending.half]), area_parity >> pending.half & 1);
         area_parity ^= 1u << pending.half;
         if (pending.kind == kAllTheRest) {
-            const uint8_t *stage = ring + pending.stage * p.stage_bytes;
             const Item &item = control.items[pending.stage];
+            const uint8_t *stage = stage_of(pending.stage);
             int planes;
             const int n_tokens = held_tokens(item, stage, &planes);
             score_record<true>(stage, rest + layout.k_low() - layout.v_params(), item, n_tokens, pending.x);
@@ -507,6 +540,11 @@ template <typename S, bool kProgressive> struct Consumer {
         count(&Tally::n_refined);
         return kAllTheRest;
     }
+    __device__ __forceinline__ int rest_offset(int half, int skew) const
+    {
+        const Layout layout = shape.layout();
+        return half * ((layout.k_low() - layout.v_params() + kMaxSkew + kLine - 1) / kLine * kLine) + skew;
+    }
     /* Start reading the rest of the record in the cursor's stage. */
     __device__ __forceinline__ void fetch_rest(int kind, int half) const
     {
@@ -516,15 +554,16 @@ template <typename S, bool kProgressive> struct Consumer {
         const int end = kind == kValuesHigh ? layout.k_low()
                         : values_low        ? layout.v_low() + layout.plane()
                                             : layout.v_low();
-        copy_to_shared(shared_address(area + half * (layout.k_low() - layout.v_params())),
-                       item.source + layout.v_params(), static_cast<uint32_t>(end - layout.v_params()),
-                       shared_address(&control.area_full[warp][half]), lane);
+        const uint8_t *source = item.source + layout.v_params();
+        copy_to_shared(shared_address(area + rest_offset(half, skew_of(source))), source,
+                       static_cast<uint32_t>(end - layout.v_params()), shared_address(&control.area_full[warp][half]),
+                       lane);
         if (kind == kValuesHigh) release(cursor.stage);
     }
     /* K high of a record has arrived: score it. Returns what else to read. */
     __device__ __forceinline__ int score_prefix(const Item &item, Scores<S, kTiles> &x)
     {
-        const uint8_t *stage = ring + cursor.stage * p.stage_bytes;
+        const uint8_t *stage = stage_of(cursor.stage);
         int planes;
         const int n_tokens = held_tokens(item, stage, &planes);
         int kind = kNoRest;
@@ -561,43 +600,59 @@ template <typename S, bool kProgressive> struct Consumer {
     /* Warps of one head to one partial: the first takes in the others through shared memory. */
     __device__ void join_ranks()
     {
-        const int n_ranks = kConsumers / n_heads;
-        if (n_ranks == 1) return;
+        if (n_ranks() == 1) return;
         if (rank() > 0) store_partial<S>(acc, query, lane);
-        named_barrier(kConsumerBarrier, kConsumers * 32);
+        meet_ranks();
         if (rank() == 0)
-            add_partials<true>(acc, query + n_heads * kPartialBytes<S>, n_heads * kPartialBytes<S>, n_ranks - 1, lane);
-        named_barrier(kConsumerBarrier, kConsumers * 32);
+            add_partials<true>(acc, query + n_heads * kPartialBytes<S>, n_heads * kPartialBytes<S>, n_ranks() - 1,
+                               lane);
+        meet_ranks();
     }
-    /* Hand the chunk's result on; whoever completes a unit writes its output. Parts are merged kMergeGroup at a time,
-     * then the groups. A group's partial takes the place of its first part's. */
+    /* Store the chunk's (or a group's) partial and count it in; true, to all warps of the head, if it was the last of
+     * n. */
+    __device__ bool hand_in(int level, int slot, int first_slot, int n)
+    {
+        bool last = false;
+        if (rank() == 0) {
+            store_partial<S>(acc, partial_of(slot), lane);
+            last = arrive_last(level, first_slot, n);
+        }
+        if (n_ranks() == 1) return last;
+        if (rank() == 0 && lane == 0) control.is_last[warp] = last;
+        meet_ranks();
+        return control.is_last[warp % n_heads];
+    }
+    /* Hand the chunk's result on; whoever completes a unit writes its output. Parts are merged in groups, then the
+     * groups; a group's partial takes the place of its first part's. The warps of a head share the merging. */
     __device__ void finish_chunk()
     {
         acc.finish();
         join_ranks();
-        if (rank() != 0) return;
         int part = chunk->part, n_left = chunk->n_parts, span = 1;
         for (int level = 0; n_left > 1; level++) {
-            const int group = level == 0 ? kMergeGroup : n_left, first = part / group * group,
-                      n = min(group, n_left - first);
+            const int group = level == 0 ? n_ranks() * kMergeGroup : n_left;
+            const int first = part / group * group, n = min(group, n_left - first);
             if (n > 1) {
-                const int slot = chunk->first_slot + first * span;
-                store_partial<S>(acc, partial_of(chunk->first_slot + part * span), lane);
-                if (!arrive_last(level, slot, n)) return;
+                const int first_slot = chunk->first_slot + first * span, stride = span * kConsumers * kPartialBytes<S>;
+                if (!hand_in(level, chunk->first_slot + part * span, first_slot, n)) return;
+                const int begin = n * rank() / n_ranks(), end = n * (rank() + 1) / n_ranks();
                 acc.clear();
-                add_partials<false>(acc, partial_of(slot), span * kConsumers * kPartialBytes<S>, n, lane);
+                add_partials<false>(acc, partial_of(first_slot) + static_cast<int64_t>(begin) * stride, stride,
+                                    end - begin, lane);
+                join_ranks();
             }
             part /= group;
             n_left = (n_left + group - 1) / group;
             span *= group;
         }
+        if (rank() != 0) return;
         if (kProgressive && chunk->n_parts > 1 && lane < S::kColumns)
             store_shared_word(reference_words() + lane, kNoReference);
         write_output();
     }
     __device__ void write_output()
     {
-        const int head_dim = p.layer.format.head_dim, first_token = p.plan.rows[chunk->row].first_token;
+        const int head_dim = p.layer.format.head_dim, first_token = chunk->first_token;
         const bool is_bf16 = p.layer.format.dtype == HKV_BF16;
 #pragma unroll
         for (int n = 0; n < S::kColumnTiles; n++) {
@@ -643,7 +698,7 @@ template <typename S, bool kProgressive> struct Consumer {
         const hkv_format &f = p.layer.format;
         const Tally t = control.tallies[warp];
         const Count whole = hkv_record_prefix_bytes(&f, hkv_record_precision(f.planes));
-        Count n_bytes = static_cast<Count>(t.n_rows) * static_cast<Count>(HKV_TILE_TOKENS * f.row_bytes);
+        Count n_bytes = static_cast<Count>(t.n_rows) * static_cast<Count>(row_tokens(kProgressive) * f.row_bytes);
         if (kProgressive)
             n_bytes += static_cast<Count>(t.n_records) * f.int4_bytes +
                        static_cast<Count>(t.n_refined) * (whole - f.int4_bytes) -
@@ -669,7 +724,7 @@ template <typename S, bool kProgressive> struct Consumer {
     {
         for (bool last = false; !last; cursor.advance(kConsumers, p.n_stages)) {
             const Item &item = next_item();
-            const uint8_t *stage = ring + cursor.stage * p.stage_bytes;
+            const uint8_t *stage = stage_of(cursor.stage);
             if (item.kind == kItemRecord)
                 add_record(item, stage);
             else if (item.kind == kItemRows)
@@ -687,17 +742,19 @@ template <typename S, bool kProgressive> struct Consumer {
         for (bool last = false; !last; cursor.advance(kConsumers, p.n_stages)) {
             const Item &item = next_item();
             last = item.flags & kLastItem;
+            const uint8_t *rest_source = item.source + shape.layout().v_params();
             Scores<S, kTiles> x;
             int kind = kNoRest;
             if (item.kind == kItemRecord) {
                 kind = score_prefix(item, x);
             } else {
-                if (item.kind == kItemRows) add_page_rows(item, ring + cursor.stage * p.stage_bytes);
+                if (item.kind == kItemRows) add_page_rows(item, stage_of(cursor.stage));
                 const bool hot_done = item.flags & kLastHotItem;
                 release(cursor.stage);
                 if (hot_done) publish_reference();
             }
-            if (kind == kNoRest && !last) continue;
+            /* A pending V high may wait longer; a full rest keeps a stage of the ring. */
+            if (kind == kNoRest && pending.kind != kAllTheRest && !last) continue;
             /* The area holds two V highs or one full rest. */
             const bool settle_first = kind == kAllTheRest || pending.kind == kAllTheRest;
             const int half = !settle_first && pending.kind == kValuesHigh ? 1 - pending.half : 0;
@@ -707,6 +764,7 @@ template <typename S, bool kProgressive> struct Consumer {
             pending.kind = kind;
             pending.half = half;
             pending.stage = cursor.stage;
+            pending.skew = skew_of(rest_source);
 #pragma unroll
             for (int n = 0; n < S::kColumnTiles; n++)
 #pragma unroll
@@ -719,12 +777,16 @@ template <typename S, bool kProgressive> struct Consumer {
     {
         cursor = {0, 0};
         cursor.advance(warp, p.n_stages);
+        chunk = p.schedule.chunks + min(static_cast<int>(blockIdx.x), n_chunks);
+        asm volatile("prefetch.global.L1 [%0];" ::"l"(chunk));
+        wait_for_predecessor();
+        let_successor_start();
         for (int i = blockIdx.x; i < n_chunks; i += gridDim.x) {
             chunk = p.schedule.chunks + i;
             load_queries();
             acc.clear();
             if (lane == 0) control.tallies[warp] = Tally();
-            if (chunk->part == 0 && rank() == 0) add_call_tokens();
+            if (chunk->part == 0 && rank() == n_ranks() - 1) add_call_tokens(); /* the rank with the fewest items */
             if (kProgressive)
                 read_progressively();
             else
@@ -738,11 +800,12 @@ template <typename S, bool kProgressive> struct Consumer {
 /* ---------------------------------------------------------------------------------------------------------------
  * kernel */
 
-template <typename S> __host__ __device__ constexpr int area_bytes(bool progressive, int dim)
+/* Of one consumer. Not less than two V highs. */
+__host__ __device__ constexpr int area_bytes(bool progressive, int dim)
 {
-    return progressive
-               ? 4 * kBlockTokens * ((dim + HKV_VALUE_GROUP - 1) / HKV_VALUE_GROUP) + 3 * (kBlockTokens / 2 * dim)
-               : 0;
+    const int params = 4 * kBlockTokens * ((dim + HKV_VALUE_GROUP - 1) / HKV_VALUE_GROUP),
+              plane = kBlockTokens / 2 * dim;
+    return progressive ? (params + 3 * plane + kMaxSkew + kLine - 1) / kLine * kLine : 0;
 }
 
 template <typename S, bool kProgressive, int kBlocksPerSm>
@@ -750,7 +813,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) decode_kernel(const __
 {
     extern __shared__ __align__(128) uint8_t memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int area_stride = area_bytes<S>(kProgressive, p.layer.format.stored_dim);
+    const int area_stride = area_bytes(kProgressive, p.layer.format.stored_dim);
     uint8_t *areas = memory + p.n_stages * p.stage_bytes;
     uint8_t *queries = areas + kConsumers * area_stride;
     Control &control = *reinterpret_cast<Control *>(queries + kConsumers * kPartialBytes<S>);
@@ -774,8 +837,6 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerSm) decode_kernel(const __
         Producer<kProgressive> producer{p, memory, control, lane, n_heads, record_bytes};
         producer.run(n_chunks);
     } else {
-        wait_for_predecessor();
-        let_successor_start();
         Consumer<S, kProgressive> consumer{
             p,    memory,  areas + warp * area_stride,  queries + warp * kPartialBytes<S>, control, warp,
             lane, n_heads, S{p.layer.format.stored_dim}};
@@ -800,7 +861,7 @@ template <typename S, int kBlocksPerSm, bool kProgressive> Variant variant_of()
     return {decode_kernel<S, kProgressive, kBlocksPerSm>, S::kColumns, kPartialBytes<S>};
 }
 /* Progressive reading keeps two records' scores, which leaves no registers for 16 columns. */
-Variant find_variant(int dim, int columns, bool progressive, int blocks_per_sm)
+Variant find_variant(int dim, int columns, bool progressive)
 {
     const bool wide = columns > 8;
     if (progressive)
@@ -811,9 +872,7 @@ Variant find_variant(int dim, int columns, bool progressive, int blocks_per_sm)
     if (dim == 64)
         return wide ? variant_of<Shape<64, true, 16>, 2, false>() : variant_of<Shape<64, true, 8>, 2, false>();
     if (dim == 128 && wide) return variant_of<Shape<128, true, 16>, 1, false>();
-    if (dim == 128)
-        return blocks_per_sm == 3 ? variant_of<Shape<128, true, 8>, 3, false>()
-                                  : variant_of<Shape<128, true, 8>, 2, false>();
+    if (dim == 128) return variant_of<Shape<128, true, 8>, 2, false>();
     return dim == 256 ? variant_of<Shape<256, true, 8>, 1, false>() : variant_of<Shape<256, false, 8>, 1, false>();
 }
 /* Resident blocks that a variant was compiled for. */
@@ -839,19 +898,19 @@ cudaError_t plan_decode(const hkv_format &format, int columns_wanted, bool progr
     if (status != cudaSuccess) return status;
 
     progressive = progressive && format.bits != 0;
-    const int quarter = HKV_TILE_TOKENS * format.row_bytes;
-    const int fetched = format.bits == 0 ? quarter
+    const int rows_bytes = row_tokens(progressive) * format.row_bytes;
+    const int fetched = format.bits == 0 ? rows_bytes
                         : progressive    ? static_cast<int>(format.v_params_offset)
                                          : static_cast<int>(format.bits == 8   ? format.int8_bytes
                                                             : format.bits == 6 ? format.k8v4_bytes
                                                                                : format.int4_bytes);
-    shape->stage_bytes = (max(quarter, fetched) + 127) / 128 * 128;
+    shape->stage_bytes = (max(rows_bytes, fetched) + kMaxSkew + kLine - 1) / kLine * kLine;
     shape->progressive = progressive;
     for (int blocks = blocks_per_sm ? blocks_per_sm
                                     : compiled_blocks(format.stored_dim, progressive ? 8 : columns_wanted);
          blocks >= 1; blocks--) {
-        const Variant v = find_variant(format.stored_dim, columns_wanted, progressive, blocks);
-        const int area = progressive ? kConsumers * area_bytes<void>(true, format.stored_dim) : 0;
+        const Variant v = find_variant(format.stored_dim, columns_wanted, progressive);
+        const int area = progressive ? kConsumers * area_bytes(true, format.stored_dim) : 0;
         const int fixed =
             area + kConsumers * static_cast<int>(v.partial_bytes) + static_cast<int>(sizeof(Control)) + 128;
         const int room = min(per_block, per_sm / blocks - reserved) - fixed;
@@ -886,8 +945,7 @@ size_t decode_reference_bytes(const DecodeShape &shape, int max_chunks)
 
 cudaError_t launch_decode(const DecodeShape &shape, const DecodeParams &params, cudaStream_t stream)
 {
-    const Variant v =
-        find_variant(params.layer.format.stored_dim, shape.columns, shape.progressive, shape.blocks_per_sm);
+    const Variant v = find_variant(params.layer.format.stored_dim, shape.columns, shape.progressive);
     DecodeParams p = params;
     p.n_stages = shape.n_stages;
     p.stage_bytes = shape.stage_bytes;

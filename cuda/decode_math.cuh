@@ -377,20 +377,22 @@ __device__ __forceinline__ void add_record_values(const S &shape, Accumulator<S>
 /* ------------------------------------------------------------------------------------------------- 16 tokens of 16-bit
  * rows */
 
-/* Rows of a quarter of a row page in shared memory. V of tokens from n_tokens on may be anything, NaN included. */
+/* 16 rows of a row page in shared memory, or 8 (then the others repeat them). V of tokens from n_tokens on may be
+ * anything, NaN included. */
 struct PageRows {
     uint32_t address;
     int row_bytes, chunks; /* 16-byte chunks of K in a row */
+    int later;             /* where row 8 is: 8, or 0 */
     int n_tokens;
 
     __device__ __forceinline__ void keys(int step, int lane, uint32_t (&a)[4]) const
     {
-        const int matrix = lane / 8, row = lane % 8 + matrix % 2 * 8;
+        const int matrix = lane / 8, row = lane % 8 + matrix % 2 * later;
         load_matrices<false>(a, address + row * row_bytes + (((2 * step + matrix / 2) ^ (lane % 8)) << 4));
     }
     __device__ __forceinline__ void values(int step, int lane, uint32_t (&a)[4]) const
     {
-        const int matrix = lane / 8, row = lane % 8 + matrix / 2 * 8;
+        const int matrix = lane / 8, row = lane % 8 + matrix / 2 * later;
         load_matrices<true>(a, address + row * row_bytes + (((chunks + 2 * step + matrix % 2) ^ (lane % 8)) << 4));
         const int first = 2 * (lane % 4), n_lower = n_tokens - first, n_upper = n_tokens - 8 - first;
         const uint32_t lower = n_lower >= 2 ? ~0u : n_lower == 1 ? 0xffffu : 0u;

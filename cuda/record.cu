@@ -24,7 +24,7 @@ namespace hkv
 namespace
 {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
 constexpr int kRowPad = 8; /* 16-bit elements between rows in shared memory: 16 bytes, against bank conflicts */
 
 __device__ __forceinline__ float to_float(uint16_t bits, int dtype)
@@ -106,16 +106,20 @@ struct Range {
         n_changed += changed;
         n++;
     }
+    /* Over the lanes of a warp. Clamped ranges matter only where nothing else is left. */
     __device__ void join_lanes()
+    {
+        n_changed = __reduce_add_sync(kFullWarp, n_changed);
+        n = __reduce_add_sync(kFullWarp, n);
+        join(lo, hi);
+        if (n == n_changed) join(clamped_lo, clamped_hi);
+    }
+    static __device__ void join(float &low, float &high)
     {
 #pragma unroll
         for (int step = 16; step; step >>= 1) {
-            lo = fminf(lo, __shfl_xor_sync(kFullWarp, lo, step));
-            hi = fmaxf(hi, __shfl_xor_sync(kFullWarp, hi, step));
-            clamped_lo = fminf(clamped_lo, __shfl_xor_sync(kFullWarp, clamped_lo, step));
-            clamped_hi = fmaxf(clamped_hi, __shfl_xor_sync(kFullWarp, clamped_hi, step));
-            n_changed += __shfl_xor_sync(kFullWarp, n_changed, step);
-            n += __shfl_xor_sync(kFullWarp, n, step);
+            low = fminf(low, __shfl_xor_sync(kFullWarp, low, step));
+            high = fmaxf(high, __shfl_xor_sync(kFullWarp, high, step));
         }
     }
     /* Steps 2 and 3. */

@@ -9,8 +9,9 @@
  * more than the workers (then each has one chunk and all finish together) - or, where there are more units than
  * workers, no more than kChunksPerWorker times as many, in rounds. Sizes 32 at a time are tried by 32 warps.
  *
- * Heads. With 4 KV heads in a chunk a page is read in one run and no warps need to meet. Small work takes 1 head, so
- * that the four warps of a block share it and few partial results remain.
+ * Heads. With 1 KV head in a chunk the four warps of a block share it and meet once, so that few partial results
+ * remain: none at all where there are about as many (row, head) as workers. With 4, a warp each, long rows among short
+ * ones are split four times more finely. Whichever leaves the most loaded worker less.
  */
 #include "schedule.cuh"
 
@@ -24,7 +25,8 @@ namespace
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / 32;
-constexpr int kSmallRecordsPerWarp = 3; /* below this many records a warp, chunks have one head */
+constexpr int kSmallLoad = 3 * kConsumers; /* records a worker up to which merging matters more than balance */
+constexpr int kWideGain = 32;              /* several heads a chunk must be worth more than one part in this many */
 
 /* One row's share of the work. */
 struct RowWork {
@@ -61,7 +63,7 @@ __device__ RowWork row_work(const ScheduleInput &in, int row)
     if (in.window_tokens > 0) w.block_begin = min(w.block_end, max(0, n_older + 1 - in.window_tokens) / kBlockTokens);
     w.cold_begin = min(w.block_end, max(w.block_begin, r.n_sinks));
     w.cold_end = max(w.cold_begin, min(w.block_end, r.n_window ? r.window_first : w.block_end));
-    w.hot_weight = (r.n_sinks + r.n_window) * in.page_weight;
+    w.hot_weight = (r.n_sinks + r.n_window) * in.page_weight + 1; /* 1: the call's own tokens */
     return w;
 }
 
@@ -73,6 +75,39 @@ template <typename F> __device__ int warp_sum_rows(int n_rows, F f)
     return __reduce_add_sync(kFullWarp, sum);
 }
 
+/* Chunks a worker gets at most, by the number of units. */
+__device__ int rounds_for(int n_units, int n_workers)
+{
+    return n_units <= n_workers ? 1 : kChunksPerWorker;
+}
+
+/* The smallest chunk size, in records of one head, with which all chunks are within the limit. Warps try 32 sizes, then
+ * 32 between the last that was too small and the first that fitted; the largest always counts as fitting. */
+__device__ int find_size(const ScheduleInput &in, int n_workers, int n_tiles, int heads, int (&counts)[kWarps])
+{
+    const int warp = threadIdx.x / 32, groups = in.n_kv_heads / heads;
+    const int round = kConsumers / heads; /* records that the warps of a block take at once: sizes are multiples */
+    const int limit = n_workers * rounds_for(n_tiles * groups, n_workers);
+    const int n_records = warp_sum_rows(in.n_rows, [&](int row) { return row_work(in, row).weight(); });
+    int low = 0, high = max(1, (n_records + round - 1) / round); /* low is too small, high fits */
+    while (high - low > 1) {
+        const int step = (high - low + kWarps) / (kWarps + 1), size = min(high, low + step * (warp + 1));
+        const int n = groups * warp_sum_rows(in.n_rows, [&](int row) {
+                          const RowWork w = row_work(in, row);
+                          return w.column_tiles * w.n_parts(size * round);
+                      });
+        __syncthreads();
+        if (threadIdx.x % 32 == 0) counts[warp] = n;
+        __syncthreads();
+        int first = 0;
+        while (first < kWarps && counts[first] > limit) first++;
+        const int fitting = min(high, low + step * (first + 1));
+        low = min(low + step * first, fitting - 1);
+        high = fitting;
+    }
+    return high * round;
+}
+
 __global__ void __launch_bounds__(kThreads)
     schedule_kernel(const __grid_constant__ ScheduleInput in, const __grid_constant__ Schedule out)
 {
@@ -82,39 +117,17 @@ __global__ void __launch_bounds__(kThreads)
     let_successor_start();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-    /* Totals, by every warp alike. */
+    /* Few heads a chunk leave fewer partial results; many split long rows more finely. The smaller load of a worker
+     * wins. */
     const int n_tiles = warp_sum_rows(in.n_rows, [&](int row) { return row_work(in, row).column_tiles; });
-    const int n_records = warp_sum_rows(in.n_rows, [&](int row) {
-        const RowWork w = row_work(in, row);
-        return w.weight() * w.column_tiles;
-    });
-    const bool small = n_records * in.n_kv_heads < kSmallRecordsPerWarp * kConsumers * out.n_workers;
-    const int heads = small || in.n_kv_heads % 2 ? 1 : in.n_kv_heads % 4 ? 2 : 4;
-    const int groups = in.n_kv_heads / heads;
-    const int limit = n_tiles * groups <= out.n_workers ? out.n_workers : kChunksPerWorker * out.n_workers;
-
-    /* The smallest chunk size within the limit: warps try 32 sizes, then 32 between the last too small and the first
-     * that fits. Sizes beyond every row's length always fit, or nothing does. */
-    const auto n_chunks_at = [&](int size) {
-        return groups * warp_sum_rows(in.n_rows, [&](int row) {
-                   const RowWork w = row_work(in, row);
-                   return w.column_tiles * w.n_parts(size);
-               });
-    };
-    int low = 0, high = max(1, n_records); /* low does not fit (or is 0), high does */
-    while (high - low > 1) {
-        const int step = (high - low + kWarps) / (kWarps + 1), size = min(high, low + step * (warp + 1));
-        const int n = n_chunks_at(size);
-        __syncthreads();
-        if (lane == 0) counts[warp] = n;
-        __syncthreads();
-        int first = 0;
-        while (first < kWarps && counts[first] > limit) first++;
-        const int new_low = low + step * first;
-        high = min(high, low + step * (first + 1));
-        low = min(new_low, high - 1);
-    }
-    const int size = high;
+    const int widest = in.n_kv_heads % 2 ? 1 : in.n_kv_heads % 4 ? 2 : kConsumers;
+    const int narrow_size = find_size(in, out.n_workers, n_tiles, 1, counts);
+    const int wide_size = find_size(in, out.n_workers, n_tiles, widest, counts);
+    const int narrow_load = narrow_size * rounds_for(n_tiles * in.n_kv_heads, out.n_workers);
+    const int wide_load = wide_size * widest * rounds_for(n_tiles * in.n_kv_heads / widest, out.n_workers);
+    const bool small = narrow_load <= kSmallLoad;
+    const int heads = small || narrow_load * kWideGain <= wide_load * (kWideGain + 1) ? 1 : widest;
+    const int size = heads == 1 ? narrow_size : wide_size, groups = in.n_kv_heads / heads;
 
     /* First chunk of every row: rows in blocks of kThreads, a scan each. */
     if (threadIdx.x == 0) row_total = 0;
@@ -157,6 +170,7 @@ __global__ void __launch_bounds__(kThreads)
                 c.n_parts = static_cast<int16_t>(n_parts);
                 c.n_older = r.length - r.n_new;
                 c.n_new = r.n_new;
+                c.first_token = r.first_token;
                 out.chunks[row_first[i] + j] = c;
             }
         }

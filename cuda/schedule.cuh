@@ -18,7 +18,7 @@ namespace hkv
 {
 
 constexpr int kConsumers = 4;       /* warps of a decode block that compute; a chunk has at most as many KV heads */
-constexpr int kMergeGroup = 16;     /* partials that are merged at a time */
+constexpr int kMergeGroup = 16;     /* partials that a warp merges at a time */
 constexpr int kChunksPerWorker = 4; /* where there are more units than workers */
 
 struct Chunk {
@@ -28,8 +28,8 @@ struct Chunk {
     int32_t block_begin, block_end; /* logical blocks */
     int32_t first_slot;             /* of the unit's partials */
     int16_t part, n_parts;
-    int32_t n_older; /* tokens of the row before this call */
-    int32_t n_new;
+    int32_t n_older;            /* tokens of the row before this call */
+    int32_t n_new, first_token; /* of this call, in the flat arrays */
 };
 
 struct Schedule {
