@@ -71,9 +71,12 @@ def machine_line(threads: int) -> dict[str, Any]:
 
 
 def time_alternating(
-    calls: dict[str, Callable[[], object]], rounds: int, warmup: int = 2
+    calls: dict[str, Callable[[], object]], rounds: int, warmup: int = 1, burst: int = 3
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of every call, the calls taking turns so that a slow moment of the machine hits all of them.
+
+    A turn is a pause, a call that does not count and `burst` calls that do: thread pools keep their workers spinning
+    for a while after a call, which would otherwise be charged to whoever comes next.
 
     Returns
     -------
@@ -83,11 +86,14 @@ def time_alternating(
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for round_idx in range(warmup + rounds):
         for name, call in calls.items():
-            start = time.perf_counter()
+            time.sleep(0.02)
             call()
-            elapsed = (time.perf_counter() - start) * 1e3
-            if round_idx >= warmup:
-                samples[name].append(elapsed)
+            for _ in range(burst):
+                start = time.perf_counter()
+                call()
+                elapsed = (time.perf_counter() - start) * 1e3
+                if round_idx >= warmup:
+                    samples[name].append(elapsed)
     return {name: {"median": median(ms), "min": min(ms), "max": max(ms)} for name, ms in samples.items()}
 
 
