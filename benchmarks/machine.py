@@ -71,12 +71,12 @@ def machine_line(threads: int) -> dict[str, Any]:
 
 
 def time_alternating(
-    calls: dict[str, Callable[[], object]], rounds: int, warmup: int = 1, burst: int = 3
+    calls: dict[str, Callable[[], object]], rounds: int, warmup: int = 1, settle: int = 2, burst: int = 5
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of every call, the calls taking turns so that a slow moment of the machine hits all of them.
 
-    A turn is a pause, a call that does not count and `burst` calls that do: thread pools keep their workers spinning
-    for a while after a call, which would otherwise be charged to whoever comes next.
+    A turn is a pause, `settle` calls that do not count and `burst` calls that do: thread pools keep their workers
+    spinning for a while after a call, which would otherwise be charged to whoever comes next.
 
     Returns
     -------
@@ -86,8 +86,9 @@ def time_alternating(
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for round_idx in range(warmup + rounds):
         for name, call in calls.items():
-            time.sleep(0.02)
-            call()
+            time.sleep(0.05)
+            for _ in range(settle):
+                call()
             for _ in range(burst):
                 start = time.perf_counter()
                 call()
