@@ -1,7 +1,8 @@
 /* py_core.h - what the files of the binding share. Only csrc/python includes Python.h, only py_numpy.c NumPy.
  *
- * Shape of every method: convert the arguments (GIL held), make exactly one library call (GIL released), turn its
- * status into a result or an exception. Errors leave through hkv_py_raise() alone.
+ * Shape of every method: convert the arguments (GIL held), enter the object, make the library call (GIL released, but
+ * for look-ups of a few microseconds), leave, turn the status into a result or an exception. Errors leave through
+ * hkv_py_raise() alone.
  */
 #ifndef HKV_PY_CORE_H
 #define HKV_PY_CORE_H
