@@ -434,7 +434,7 @@ static void batch_attend(const record_batch *batch, int32_t block, hkv_cpu_state
         } else {
             n = run_length(batch, s);
             kernels->weigh(&rows, &batch->sources[s], n, batch->readings[s] != HKV_READ_INT4,
-                           batch->sources[s + n - 1].data, own_weights, own_parts);
+                           record_ahead(batch, s + n - 1), own_weights, own_parts);
             records_add(batch, &rows, s, n, own_weights, own_parts, &running, &sums);
         }
     }
