@@ -74,8 +74,7 @@ static const field_info *field_find(const char *name)
     return NULL;
 }
 
-/* --------------------------------------------------------------------------------------------------- the nearest key
- */
+/* -------------------------------------------------------------------------------------------------- the nearest key */
 
 /* What other caches call our settings. They are refused like any unknown key, but the message knows what was meant. */
 static const struct {
@@ -172,8 +171,7 @@ static hkv_status unknown_key(const char *key, hkv_error *error)
                          nearest_name(key));
 }
 
-/* ----------------------------------------------------------------------------------------------------- initial values
- */
+/* --------------------------------------------------------------------------------------------------- initial values */
 
 void hkv_config_init(hkv_config *config)
 {
@@ -200,8 +198,7 @@ hkv_status hkv_config_init_preset(hkv_config *config, const char *gpu_name, hkv_
                          "there are presets for H100, H200, A100 and L4; got '%.64s'", gpu_name);
 }
 
-/* ------------------------------------------------------------------------------------------------------ names, access
- */
+/* ---------------------------------------------------------------------------------------------------- names, access */
 
 int32_t hkv_config_n_fields(void)
 {
@@ -251,8 +248,7 @@ hkv_status hkv_config_get_number(const hkv_config *config, const char *name, dou
     return HKV_OK;
 }
 
-/* -------------------------------------------------------------------------------------------------------------- rules
- */
+/* ------------------------------------------------------------------------------------------------------------ rules */
 
 static bool is_allowed(const field_info *field, double value)
 {
@@ -296,8 +292,7 @@ hkv_status hkv_config_check(const hkv_config *config, hkv_error *error)
     return HKV_OK;
 }
 
-/* ------------------------------------------------------------------------------------------------------------ warnings
- */
+/* --------------------------------------------------------------------------------------------------------- warnings */
 
 void hkv_config_warnings(const hkv_config *config, char *text, size_t n_bytes)
 {
@@ -320,8 +315,7 @@ void hkv_config_warnings(const hkv_config *config, char *text, size_t n_bytes)
         if (warnings[i].applies) n += (size_t)snprintf(text + n, n_bytes - n, "%s", warnings[i].sentence);
 }
 
-/* -------------------------------------------------------------------------------------------------------------- dtypes
- */
+/* ----------------------------------------------------------------------------------------------------------- dtypes */
 
 size_t hkv_dtype_bytes(hkv_dtype dtype)
 {

@@ -566,8 +566,7 @@ static int32_t batch_size(const hkv_cpu_query *query)
     return n < 1 ? 1 : n < CALL_RECORDS ? (int32_t)n : CALL_RECORDS;
 }
 
-/* ------------------------------------------------------------------------------------------------- pages and tensors
- */
+/* ------------------------------------------------------------------------------------------------ pages and tensors */
 
 HKV_AVX512_INLINE void rows_attend_shaped(const hkv_rows_shape shape, const row_block *rows,
                                           const hkv_cpu_source *source, const uint8_t *ahead, hkv_cpu_state *state,

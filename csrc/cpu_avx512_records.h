@@ -60,8 +60,7 @@ HKV_AVX512_INLINE void hkv_fixed_units(__m128 largest, float unit[HKV_BLOCK_ROWS
     _mm_storeu_ps(inverse, _mm_maskz_div_ps(is_there, one, largest));
 }
 
-/* ----------------------------------------------------------------------------------------------- one load of a plane
- */
+/* ---------------------------------------------------------------------------------------------- one load of a plane */
 
 HKV_AVX512_INLINE size_t hkv_group_offset(int32_t stored_dim, int32_t tile, int32_t group, int32_t r, int32_t is_half)
 {

@@ -147,8 +147,7 @@ size_t hkv_cpu_decode_workspace(const hkv_group *group)
     return wave_table_bytes(group) + (target > smallest ? target : smallest);
 }
 
-/* ---------------------------------------------------------------------------------------------------- item: hot part
- */
+/* --------------------------------------------------------------------------------------------------- item: hot part */
 
 /* Tell the LSE of a source of block `block`, [n_rows]; a block may have two, a page and new tokens. */
 static void block_lse_add(decode_item *item, int32_t block, const float *lse)
@@ -226,8 +225,7 @@ static void item_start_chunk(const decode_job *job, decode_item *item, int32_t f
     item_attend_hot(job, item);
 }
 
-/* ------------------------------------------------------------------------------------- item: selection of L2 records
- */
+/* ------------------------------------------------------------------------------------ item: selection of L2 records */
 
 /* Is a taken before b? By bound or by history; equal ones by bound, then by lower block. */
 static int32_t l2_precedes(const l2_block *a, const l2_block *b, int32_t by_history)
@@ -350,8 +348,7 @@ static void item_select_l2(const decode_job *job, decode_item *item)
     item->n_unselected = n;
 }
 
-/* ------------------------------------------------------------------------------------------------ tasks: cold blocks
- */
+/* ----------------------------------------------------------------------------------------------- tasks: cold blocks */
 
 /* The cold source of the item's block i, as precise as it may be read; false if nothing of it is. */
 static int32_t item_cold_source(const decode_job *job, const decode_item *item, int32_t i, hkv_cpu_source *source)

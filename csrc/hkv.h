@@ -80,8 +80,7 @@ typedef struct hkv_error {
     char message[448];
 } hkv_error;
 
-/* ---------------------------------------------------------------------------------------------------------- allocator
- */
+/* -------------------------------------------------------------------------------------------------------- allocator */
 
 /* Where host memory comes from. alignment is a power of two. NULL in place of the struct means malloc. Kept by the
  * object it is given to; ctx must outlive that object. */
@@ -91,8 +90,7 @@ typedef struct hkv_allocator {
     void *ctx;
 } hkv_allocator;
 
-/* ------------------------------------------------------------------------------------------------------- configuration
- */
+/* ---------------------------------------------------------------------------------------------------- configuration */
 
 typedef enum hkv_dtype { HKV_F16 = 0, HKV_BF16 = 1, HKV_F32 = 2 } hkv_dtype;
 
@@ -140,8 +138,7 @@ hkv_status hkv_config_check(const hkv_config *config, hkv_error *error);
  * zero, one sentence a line. */
 void hkv_config_warnings(const hkv_config *config, char *text, size_t n_bytes);
 
-/* --------------------------------------------------------------------------------------------------------- thread pool
- */
+/* ------------------------------------------------------------------------------------------------------ thread pool */
 
 /* Workers shared by any number of stores and caches of one process. */
 typedef struct hkv_threads hkv_threads;
@@ -249,8 +246,7 @@ typedef struct hkv_counters {
 /* A device that holds pages and computes; csrc/backend.h. NULL in the options below means the CPU. */
 typedef struct hkv_backend hkv_backend;
 
-/* ------------------------------------------------------------------------------------------------------- store:
- * attached */
+/* -------------------------------------------------------------------------------------------------- store: attached */
 
 typedef struct hkv_store hkv_store;
 
@@ -320,8 +316,7 @@ typedef struct hkv_block_info {
 } hkv_block_info;
 hkv_status hkv_store_read_block(const hkv_store *store, int32_t block, hkv_block_info *info, hkv_error *error);
 
-/* ------------------------------------------------------------------------------------------------------- cache:
- * managed */
+/* --------------------------------------------------------------------------------------------------- cache: managed */
 
 typedef struct hkv_cache hkv_cache;
 

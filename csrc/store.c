@@ -46,8 +46,7 @@ static const hkv_allocator *store_allocator(const hkv_store *store)
     return store->has_allocator ? &store->allocator : NULL;
 }
 
-/* ------------------------------------------------------------------------------------------------------ one at a time
- */
+/* ---------------------------------------------------------------------------------------------------- one at a time */
 
 static hkv_status enter(hkv_store *store, hkv_error *error)
 {
@@ -61,8 +60,7 @@ static hkv_status leave(hkv_store *store, hkv_status status)
     return status;
 }
 
-/* ------------------------------------------------------------------------------------------------------------ options
- */
+/* ---------------------------------------------------------------------------------------------------------- options */
 
 static hkv_status check_range(const char *name, int64_t value, int64_t lowest, int64_t highest, hkv_error *error)
 {
@@ -145,8 +143,7 @@ static void init_group(const hkv_store_options *options, hkv_group *g)
         (int32_t)hkv_plan_max_segments(options->max_rows, options->max_new_tokens, config->block_size);
 }
 
-/* ------------------------------------------------------------------------------------------------------------- memory
- */
+/* ----------------------------------------------------------------------------------------------------------- memory */
 
 /* Hands out pieces of one allocation; without a base it only counts. */
 typedef struct carver {
@@ -255,8 +252,7 @@ hkv_status hkv_store_required_bytes(const hkv_store_options *options, size_t *n_
     return HKV_OK;
 }
 
-/* --------------------------------------------------------------------------------------------------- create, destroy
- */
+/* -------------------------------------------------------------------------------------------------- create, destroy */
 
 /* Stamps of different stores, also of other processes, are far apart: a page that was copied from one to the other must
  * not look like one of our own. */
@@ -365,8 +361,7 @@ void hkv_store_destroy(hkv_store *store)
     hkv_release(has_allocator ? &allocator : NULL, store, store->sizes.host);
 }
 
-/* -------------------------------------------------------------------------------------------------------------- layers
- */
+/* ----------------------------------------------------------------------------------------------------------- layers */
 
 static hkv_status check_index(const char *name, int64_t value, int64_t n, hkv_error *error)
 {
@@ -422,8 +417,7 @@ static hkv_status check_bound(const hkv_store *store, int32_t layer_idx, hkv_err
                          layer_idx);
 }
 
-/* --------------------------------------------------------------------------------------------------------------- begin
- */
+/* ------------------------------------------------------------------------------------------------------------ begin */
 
 static hkv_status check_pointer(const char *name, const void *pointer, hkv_error *error)
 {
@@ -474,8 +468,7 @@ hkv_status hkv_store_begin(hkv_store *store, const hkv_batch *batch, hkv_error *
     return leave(store, begin(store, batch, error));
 }
 
-/* -------------------------------------------------------------------------------------------------------------- attend
- */
+/* ----------------------------------------------------------------------------------------------------------- attend */
 
 /* [N, H, D] elements at a pointer, with strides. */
 typedef struct tensor {
@@ -601,8 +594,7 @@ hkv_status hkv_store_attend(hkv_store *store, int32_t layer_idx, const hkv_atten
     return leave(store, attend(store, layer_idx, args, error));
 }
 
-/* ------------------------------------------------------------------------------------------------------------- looking
- * in */
+/* ------------------------------------------------------------------------------------------------------- looking in */
 
 static hkv_status read_tokens(hkv_store *store, int32_t layer_idx, const int32_t *block_table, int64_t seq_len,
                               int64_t first_token, int64_t n_tokens, void *k_out, void *v_out, hkv_error *error)

@@ -159,8 +159,7 @@ static void wake_workers(hkv_threads *pool)
     pthread_mutex_unlock(&pool->sleep);
 }
 
-/* ---------------------------------------------------------------------------------------------- starting and leaving
- */
+/* --------------------------------------------------------------------------------------------- starting and leaving */
 
 /* Start workers first .. end-1 and return the first that could not be started. They take no signals. */
 static int32_t start_workers(hkv_threads *pool, int32_t first, int32_t end)
@@ -295,8 +294,7 @@ hkv_status hkv_threads_resize(hkv_threads *threads, int32_t n_threads, hkv_error
     return status;
 }
 
-/* -------------------------------------------------------------------------------------------------------------- jobs
- */
+/* ------------------------------------------------------------------------------------------------------------- jobs */
 
 void hkv_threads_run(hkv_threads *threads, int32_t n_tasks, hkv_task_fn fn, void *ctx)
 {

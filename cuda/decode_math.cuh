@@ -172,8 +172,7 @@ template <typename S> struct Accumulator {
 /* Scores of 16 x kTileCount tokens, log2 units. */
 template <typename S, int kTileCount> using Scores = float[S::kColumnTiles][kTileCount][4];
 
-/* ------------------------------------------------------------------------------------------------------------- queries
- */
+/* ---------------------------------------------------------------------------------------------------------- queries */
 
 /* q of one warp in shared memory as B fragments: [column tile][pair of steps][lane] of {b0, b1 of a step, b0, b1 of the
  * next}, fp16. bf16 queries fit fp16 exactly between 2^-14 and 65504; smaller parts do not matter. */
@@ -182,8 +181,7 @@ template <typename S> __device__ __forceinline__ uint4 load_query(const uint8_t 
     return *reinterpret_cast<const uint4 *>(query + ((n * S::kSteps / 2 + pair) * 32 + lane) * 16);
 }
 
-/* ------------------------------------------------------------------------------------------------------ scores of
- * records */
+/* ------------------------------------------------------------------------------------------------ scores of records */
 
 /* x of a record's 64 tokens. key_params, high and low lie in shared memory; low is not read if !kBoth. */
 template <bool kBoth, typename S>
@@ -256,8 +254,7 @@ __device__ __forceinline__ void record_scores(const S &shape, const uint8_t *key
     }
 }
 
-/* ------------------------------------------------------------------------------------------------------ values of
- * records */
+/* ------------------------------------------------------------------------------------------------ values of records */
 
 /* Scale and zero of V of tokens r and r + 8 of a tile, one value group. */
 struct ValueParams {
@@ -374,8 +371,7 @@ __device__ __forceinline__ void add_record_values(const S &shape, Accumulator<S>
             for (int j = 0; j < 4; j++) acc.o[n][s][j] += offsets[n][s * 16 / HKV_VALUE_GROUP][j];
 }
 
-/* ------------------------------------------------------------------------------------------------- 16 tokens of 16-bit
- * rows */
+/* ----------------------------------------------------------------------------------------- 16 tokens of 16-bit rows */
 
 /* 16 rows of a row page in shared memory, or 8 (then the others repeat them). V of tokens from n_tokens on may be
  * anything, NaN included. */

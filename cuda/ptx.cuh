@@ -21,8 +21,7 @@ namespace hkv
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 
-/* ------------------------------------------------------------------------------------------------------- bits and
- * maths */
+/* --------------------------------------------------------------------------------------------------- bits and maths */
 
 __device__ __forceinline__ uint32_t bits_of(__half2 h)
 {
@@ -74,8 +73,7 @@ __device__ __forceinline__ uint32_t select_bits(uint32_t mask, uint32_t a, uint3
     return y;
 }
 
-/* -------------------------------------------------------------------------------------------------------- tensor cores
- */
+/* ----------------------------------------------------------------------------------------------------- tensor cores */
 
 /* D[16 x 8] += A[16 x 16] B[16 x 8]. Lane (r = lane / 4, c = lane % 4) holds
  *   A: a[0] row r, columns 2c, 2c+1; a[1] row r+8; a[2], a[3] the same, columns +8
@@ -114,8 +112,7 @@ template <bool kTranspose> __device__ __forceinline__ void load_matrices(uint32_
                      : "memory");
 }
 
-/* ------------------------------------------------------------------------------------- barriers and copies into shared
- */
+/* ---------------------------------------------------------------------------------- barriers and copies into shared */
 
 __device__ __forceinline__ uint32_t shared_address(const void *p)
 {
@@ -190,8 +187,7 @@ __device__ __forceinline__ void fence_barrier_init()
 #endif
 }
 
-/* ---------------------------------------------------------------------------------------------------- dependent
- * launches */
+/* ----------------------------------------------------------------------------------------------- dependent launches */
 
 /* Rule of this library: a kernel lets its successor start only after its own wait. Before its wait a kernel may
  * therefore read what the kernel before its predecessor wrote, and nothing newer. */
@@ -208,8 +204,7 @@ __device__ __forceinline__ void let_successor_start()
 #endif
 }
 
-/* -------------------------------------------------------------------------------------------------------- global
- * memory */
+/* ---------------------------------------------------------------------------------------------------- global memory */
 
 /* Words that pass between blocks of one launch, each complete in itself. */
 __device__ __forceinline__ uint32_t load_shared_word(const uint32_t *p)

@@ -57,8 +57,7 @@ inline size_t staging_bytes(const hkv_format &f)
            static_cast<size_t>(2 * f.stored_dim + 2 * f.n_value_groups * kBlockTokens) * sizeof(float);
 }
 
-/* ------------------------------------------------------------------------------------------------------------ staging
- */
+/* ---------------------------------------------------------------------------------------------------------- staging */
 
 /* Copy the first n_tokens rows of a row page. */
 __device__ void stage_page(const hkv_format &f, const Staging &s, const uint8_t *page, int n_tokens)
@@ -84,8 +83,7 @@ __device__ void stage_tensors(const hkv_format &f, const Staging &s, const uint1
     }
 }
 
-/* ------------------------------------------------------------------------------------------------------- quantisation
- */
+/* ----------------------------------------------------------------------------------------------------- quantisation */
 
 /* Running step 1 of a group: the range of unchanged elements and of clamped ones. */
 struct Range {
@@ -238,8 +236,7 @@ __device__ int write_payload(const hkv_format &f, const Staging &s, int n_tokens
     return n_changed;
 }
 
-/* ------------------------------------------------------------------------------------------------------------- headers
- */
+/* ---------------------------------------------------------------------------------------------------------- headers */
 
 /* A header with this content and no history. */
 __device__ void write_header(const hkv_format &f, uint8_t *record, uint32_t stamp, int n_tokens, int planes,

@@ -567,8 +567,7 @@ static void test_copy_sources_without_effect(void)
     CHECK_INT(w.segments[0].restart, 0);
 }
 
-/* --------------------------------------------------------------------------------------------- several rows, victims
- */
+/* -------------------------------------------------------------------------------------------- several rows, victims */
 
 /* Two rows on a shared block: sealed by one, read by both, in the same step. */
 static void test_shared_blocks(void)
@@ -893,8 +892,7 @@ static void test_slots_full_of_holes(void)
     CHECK_INT(w.failure_value[0], HKV_PLAN_SLOT_HOLES);
 }
 
-/* ------------------------------------------------------------------------------------------------------------- bits 0
- */
+/* ----------------------------------------------------------------------------------------------------------- bits 0 */
 
 static void test_bits_0(void)
 {
@@ -924,8 +922,7 @@ static void test_bits_0(void)
     CHECK_INT(w.directory.next_stamp, 1000);
 }
 
-/* ----------------------------------------------------------------------------------------------------- numbers that
- * wrap */
+/* ------------------------------------------------------------------------------------------------ numbers that wrap */
 
 static void test_stamps_and_steps_wrap(void)
 {
@@ -942,8 +939,7 @@ static void test_stamps_and_steps_wrap(void)
     CHECK_INT(w.step, 199);
 }
 
-/* ---------------------------------------------------------------------------------------------------------- an engine
- */
+/* -------------------------------------------------------------------------------------------------------- an engine */
 
 /* Sequences over a pool of blocks, as a serving engine keeps them: shared prefixes, copy-on-write, rejected drafts,
  * preemption, blocks zeroed when freed. Blocks of 8 tokens, so that everything happens often. */

@@ -27,8 +27,7 @@
 namespace harness
 {
 
-/* --------------------------------------------------------------------------------------------------------- device
- * memory */
+/* ---------------------------------------------------------------------------------------------------- device memory */
 
 /* Freed memory stays with the process: mapping gigabytes again takes longer than most of what is tested. */
 inline void keep_memory()
