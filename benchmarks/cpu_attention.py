@@ -119,7 +119,7 @@ def decode_rows(rows: int, length: int, rounds: int) -> list[dict[str, Any]]:
     calls |= llama
     out = torch.empty_like(q)
     for bits in (8, 6, 4, 0):
-        cache, sequences, _ = filled_cache(bits, rows, length, layers, spare=8 * (rounds + 2) + 64)
+        cache, sequences, _ = filled_cache(bits, rows, length, layers, spare=32 * (rounds + 2))
         calls[f"hybridkv bits {bits}"] = HybridDecode(cache, sequences, layers, q, new_k, new_v, out)
     times = time_alternating(calls, rounds)
     best = min(times[name]["median"] for name in peers)
@@ -243,7 +243,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=["decode", "prefill", "seal"])
     parser.add_argument("--threads", type=int, default=hybridkv.get_num_threads())
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--out")
     args = parser.parse_args()
     torch.manual_seed(0)

@@ -71,7 +71,7 @@ def machine_line(threads: int) -> dict[str, Any]:
 
 
 def time_alternating(
-    calls: dict[str, Callable[[], object]], rounds: int, warmup: int = 1, settle: int = 2, burst: int = 5
+    calls: dict[str, Callable[[], object]], rounds: int, warmup: int = 1, settle: int = 5, burst: int = 20
 ) -> dict[str, dict[str, float]]:
     """Milliseconds of every call, the calls taking turns so that a slow moment of the machine hits all of them.
 
