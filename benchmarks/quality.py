@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "INT4": {"quantization_bits": 4, **FULL},
     "progressive": {"quantization_bits": 8, **PROGRESSIVE},
 }
+TIMED = ("INT8", "progressive")
 # Largest mean KL that is acceptable.
 LIMITS = {"INT8": 1e-4, "K8V4": 1.5e-3, "INT4": 1.6e-2, "progressive": 2.5e-4}
 
@@ -146,51 +147,69 @@ def measure(
 
 
 class PairedCache(HybridCache):
-    """Full INT8 and progressive reading in one forward pass, on the same q, k and v; notes the time of both."""
+    """Full INT8, and beside it a cache that reads progressively, filled with the same keys and values.
+
+    Keeps what the attention of the last forward pass was called with, so that the same step can be timed on both.
+    """
 
     def __init__(self, model: Any, max_tokens: int) -> None:
-        names = ("INT8", "progressive")
-        configs = {name: hybridkv.HybridConfig(**SETTINGS[name]) for name in names}
-        super().__init__(model.config, configs["INT8"], max_tokens=max_tokens, max_batch=1)
-        progressive = HybridCache(model.config, configs["progressive"], max_tokens=max_tokens, max_batch=1)
-        self.calls = {"INT8": super().attend, "progressive": progressive.attend}
-        self.seconds = dict.fromkeys(names, 0.0)
+        full, progressive = (hybridkv.HybridConfig(**SETTINGS[name]) for name in TIMED)
+        super().__init__(model.config, full, max_tokens=max_tokens, max_batch=1)
+        self.twin = HybridCache(model.config, progressive, max_tokens=max_tokens, max_batch=1)
+        self.calls: dict[int, tuple[list[torch.Tensor], float]] = {}
 
     def attend(self, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As in `HybridCache`, twice; the two take turns in going first. The model sees full INT8."""
-        outputs = {}
-        for name in sorted(self.calls, reverse=layer_idx % 2 == 1):
+        """As in `HybridCache`; the model sees full INT8."""
+        self.twin.attend(layer_idx, *args, **kwargs)
+        # [1, H, q, D] -> [q, H, D]
+        self.calls[layer_idx] = [x[0].transpose(0, 1) for x in args[:3]], kwargs["scale"]
+        return super().attend(layer_idx, *args, **kwargs)
+
+    def time_last_step(self, cache: HybridCache) -> tuple[float, float]:
+        """Milliseconds that `cache` spends in attention if the last step came once more, and MiB that it reads."""
+        core = cache.core
+        assert core is not None
+        before = core.stats().counters["n_bytes_read"]
+        step = core.step(cache._rows, [1])
+        seconds = 0.0
+        for layer_idx, ((q, k, v), scale) in self.calls.items():
             start = time.perf_counter()
-            outputs[name] = self.calls[name](layer_idx, *args, **kwargs)
-            self.seconds[name] += time.perf_counter() - start
-        return outputs["INT8"]
+            step.attend(layer_idx, q, k, v, scale=scale)
+            seconds += time.perf_counter() - start
+        mebibytes = (core.stats().counters["n_bytes_read"] - before) / 2**20
+        step.abort()
+        return seconds * 1e3, mebibytes
 
 
 def measure_time(model: Any, text: str, tokens: torch.Tensor, n_steps: int, progress: Progress) -> list[dict[str, Any]]:
-    """Attention time per decoded token, over all layers."""
+    """Attention of decode steps over all layers, full INT8 and progressive taking turns on the same q, k and v."""
     task = progress.add_task(f"{text}, {tokens.shape[1]} tokens", total=n_steps)
-    cache = PairedCache(model, tokens.shape[1])
-    samples: dict[str, list[float]] = {name: [] for name in cache.seconds}
+    cache = PairedCache(model, tokens.shape[1] + 1)
+    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in TIMED}
     context = tokens.shape[1] - n_steps
     with torch.inference_mode():
         model(tokens[:, :context], logits_to_keep=1, **{cache_argument(model): cache})
         for token in tokens[:, context:].split(1, dim=1):
-            before = dict(cache.seconds)
             model(token, **{cache_argument(model): cache})
-            for name, ms in samples.items():
-                ms.append((cache.seconds[name] - before[name]) * 1e3)
+            for _ in range(4):
+                for name, timed in zip(TIMED, (cache, cache.twin), strict=True):
+                    samples[name].append(cache.time_last_step(timed))
             progress.advance(task)
+    ms = {name: sorted(time for time, _ in pairs) for name, pairs in samples.items()}
+    mib = {name: fmean(size for _, size in pairs) for name, pairs in samples.items()}
     return [
         {
             "text": text,
             "context": context,
             "cache": name,
-            "attention_ms": median(ms),
-            "attention_ms_min": min(ms),
-            "ratio": median(ms) / median(samples["INT8"]),
-            "ratio_min": min(ms) / min(samples["INT8"]),
+            "attention_ms": median(ms[name]),
+            "attention_ms_min": ms[name][0],
+            "read_mib": mib[name],
+            "ratio": median(ms[name]) / median(ms["INT8"]),
+            "ratio_min": ms[name][0] / ms["INT8"][0],
+            "ratio_read": mib[name] / mib["INT8"],
         }
-        for name, ms in samples.items()
+        for name in TIMED
     ]
 
 
@@ -214,7 +233,7 @@ def quality_table(rows: list[dict[str, Any]]) -> Table:
 
 def time_table(rows: list[dict[str, Any]]) -> Table:
     """Attention time per token, over all layers."""
-    table = Table("text, context", "cache", "attention ms/token", "of INT8", "min", "of INT8")
+    table = Table("text, context", "cache", "ms/token", "of INT8", "min", "of INT8", "MiB read", "of INT8")
     for row in rows:
         table.add_row(
             f"{row['text']}, {row['context']}",
@@ -223,6 +242,8 @@ def time_table(rows: list[dict[str, Any]]) -> Table:
             f"{row['ratio']:.2f}",
             f"{row['attention_ms_min']:.2f}",
             f"{row['ratio_min']:.2f}",
+            f"{row['read_mib']:.0f}",
+            f"{row['ratio_read']:.2f}",
         )
     return table
 
