@@ -50,6 +50,14 @@ def commit() -> str:
     return head.stdout.strip() + ("+" if dirty.stdout.strip() else "")
 
 
+def command_line() -> str:
+    """How this program was called, but for where its results go."""
+    words = ["python", *sys.argv]
+    if "--out" in words:
+        del words[words.index("--out") : words.index("--out") + 2]
+    return " ".join(words)
+
+
 def machine_line(threads: int) -> dict[str, Any]:
     """Everything one needs to know to read a result."""
     import torch
@@ -65,7 +73,7 @@ def machine_line(threads: int) -> dict[str, Any]:
         "torch": torch.__version__,
         "hybridkv": hybridkv.__version__,
         "commit": commit(),
-        "command": " ".join(["python", *sys.argv]),
+        "command": command_line(),
         "date": time.strftime("%Y-%m-%d"),
     }
 
