@@ -14,9 +14,8 @@
 enum {
     BLOCK_KEYS = 64,
     STRIP_ROWS = 6,
-    COLUMNS = 16, /* of a product at once: 6 x 2 accumulators and their operands fill the 16 registers */
-    SHARE_ROWS = 16 * STRIP_ROWS, /* query rows whose share of a record is found at once */
-    NOT_READ = -1                 /* beside the values of hkv_precision */
+    COLUMNS = 16,                /* of a product at once: 6 x 2 accumulators and their operands fill the 16 registers */
+    SHARE_ROWS = 16 * STRIP_ROWS /* query rows whose share of a record is found at once */
 };
 
 /* Up to 64 consecutive keys of a source. Beyond n_keys lies anything. */
@@ -466,26 +465,6 @@ static double record_share(const hkv_cpu_query *query, const hkv_cpu_source *rec
     return share;
 }
 
-/* The precision at which a record is read, or NOT_READ; counts what was decided. */
-static int32_t record_decide(const hkv_cpu_query *query, const hkv_cpu_source *record, scratch *work,
-                             hkv_cpu_progressive *progressive)
-{
-    double share = record_share(query, record, progressive->reference_lse, work);
-    hkv_precision precision;
-    if (share < 0.0) return NOT_READ;
-    progressive->n_read++;
-    if (share < (double)progressive->skip_mass) {
-        progressive->n_skipped++;
-        progressive->skipped_share += share;
-        progressive->n_bytes += query->format->v_params_offset;
-        return NOT_READ;
-    }
-    precision = share >= (double)progressive->refine_mass ? record->precision : HKV_READ_INT4;
-    progressive->n_refined += precision > HKV_READ_INT4;
-    progressive->n_bytes += hkv_record_prefix_bytes(query->format, precision);
-    return (int32_t)precision;
-}
-
 /* -------------------------------------------------------------------------------------------------------- the path */
 
 static void avx2_decode(const hkv_cpu_query *query, const hkv_cpu_source *sources, int32_t n_sources,
@@ -498,8 +477,10 @@ static void avx2_decode(const hkv_cpu_query *query, const hkv_cpu_source *source
         int32_t reading = (int32_t)sources[i].precision;
         for (int32_t r = 0; lse && r < query->n_rows; r++) lse[r] = -INFINITY;
         if (progressive && sources[i].kind == HKV_SOURCE_RECORD)
-            reading = record_decide(query, &sources[i], &work, progressive);
-        if (reading != NOT_READ) source_attend(query, &sources[i], (hkv_precision)reading, &work, state, lse);
+            reading = hkv_cpu_progressive_decide(query->format, &sources[i],
+                                                 record_share(query, &sources[i], progressive->reference_lse, &work),
+                                                 progressive);
+        if (reading != HKV_NOT_READ) source_attend(query, &sources[i], (hkv_precision)reading, &work, state, lse);
     }
 }
 

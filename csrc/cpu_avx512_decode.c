@@ -350,14 +350,12 @@ static void value_sums_merge(const row_block *rows, const row_sums *running, con
 
 /* ---------------------------------------------------------------------------------------------- a batch of records */
 
-enum { NOT_READ = -1 }; /* beside the values of hkv_precision */
-
 typedef struct record_batch {
     const hkv_cpu_query *query;
     const hkv_cpu_source *sources; /* [n] records */
     int32_t n;
     int32_t max_run;                /* records that are weighed together */
-    int32_t readings[CALL_RECORDS]; /* hkv_precision or NOT_READ */
+    int32_t readings[CALL_RECORDS]; /* hkv_precision or HKV_NOT_READ */
     float *kept;                    /* weights of the survey at INT4, NULL where there was none or they do not fit */
     row_sums *kept_parts;           /* [row blocks, n] */
     float *source_lse;              /* [n, n_rows] or NULL */
@@ -382,7 +380,7 @@ static float *batch_lse(const record_batch *batch, int32_t s)
 static const uint8_t *record_ahead(const record_batch *batch, int32_t s)
 {
     for (int32_t next = s + 1; next < batch->n; next++)
-        if (batch->readings[next] != NOT_READ) return batch->sources[next].data;
+        if (batch->readings[next] != HKV_NOT_READ) return batch->sources[next].data;
     return batch->sources[s].data;
 }
 
@@ -390,7 +388,7 @@ static const uint8_t *record_ahead(const record_batch *batch, int32_t s)
 static int32_t run_length(const record_batch *batch, int32_t s)
 {
     int32_t with_low = batch->readings[s] != HKV_READ_INT4, n = 1;
-    while (n < batch->max_run && s + n < batch->n && batch->readings[s + n] != NOT_READ &&
+    while (n < batch->max_run && s + n < batch->n && batch->readings[s + n] != HKV_NOT_READ &&
            (batch->readings[s + n] != HKV_READ_INT4) == with_low)
         n++;
     return n;
@@ -426,7 +424,7 @@ static void batch_attend(const record_batch *batch, int32_t block, hkv_cpu_state
     value_sums_clear(&rows, &sums);
     for (int32_t s = 0; s < batch->n; s += n) {
         n = 1;
-        if (batch->readings[s] == NOT_READ) {
+        if (batch->readings[s] == HKV_NOT_READ) {
             keep_lse(&rows, &unread, batch_lse(batch, s));
         } else if (batch->kept && batch->readings[s] == HKV_READ_INT4) {
             records_add(batch, &rows, s, 1, kept_weights(batch, block, s),
@@ -446,26 +444,8 @@ static void batch_attend(const record_batch *batch, int32_t block, hkv_cpu_state
 /* Have what was decided on the way to the L2 cache while other records are surveyed. */
 static void prefetch_reading(const hkv_format *f, const uint8_t *record, int32_t reading)
 {
-    size_t end = reading == NOT_READ ? 0 : hkv_record_prefix_bytes(f, (hkv_precision)reading);
+    size_t end = reading == HKV_NOT_READ ? 0 : hkv_record_prefix_bytes(f, (hkv_precision)reading);
     for (size_t i = f->v_params_offset; i < end; i += 64) _mm_prefetch((const char *)(record + i), _MM_HINT_T1);
-}
-
-static int32_t record_decide(const hkv_format *f, const hkv_cpu_source *source, float share,
-                             hkv_cpu_progressive *progressive)
-{
-    hkv_precision precision = source->precision;
-    if (share < 0.0f) return NOT_READ;
-    progressive->n_read++;
-    if (share < progressive->skip_mass) {
-        progressive->n_skipped++;
-        progressive->skipped_share += (double)share;
-        progressive->n_bytes += f->v_params_offset;
-        return NOT_READ;
-    }
-    if (share < progressive->refine_mass) precision = HKV_READ_INT4;
-    progressive->n_refined += precision > HKV_READ_INT4;
-    progressive->n_bytes += hkv_record_prefix_bytes(f, precision);
-    return (int32_t)precision;
 }
 
 /* Largest share of the record among the block's rows, as the hot part has it; -1 if none sees any of it. */
@@ -503,7 +483,7 @@ static void batch_survey(record_batch *batch, hkv_cpu_progressive *progressive)
                 shares[s] = fmaxf(shares[s], rows_share(&rows, &parts[s], progressive->reference_lse));
         }
         for (int32_t s = 0; s < n; s++) {
-            batch->readings[first + s] = record_decide(f, &sources[s], shares[s], progressive);
+            batch->readings[first + s] = hkv_cpu_progressive_decide(f, &sources[s], (double)shares[s], progressive);
             prefetch_reading(f, sources[s].data, batch->readings[first + s]);
         }
     }
@@ -523,8 +503,8 @@ static void batch_read_all(record_batch *batch, hkv_cpu_progressive *progressive
 {
     for (int32_t s = 0; s < batch->n; s++) {
         const hkv_cpu_source *source = &batch->sources[s];
-        batch->readings[s] = source_is_visible(batch->query, source) ? (int32_t)source->precision : NOT_READ;
-        if (!progressive || batch->readings[s] == NOT_READ) continue;
+        batch->readings[s] = source_is_visible(batch->query, source) ? (int32_t)source->precision : HKV_NOT_READ;
+        if (!progressive || batch->readings[s] == HKV_NOT_READ) continue;
         progressive->n_read++;
         progressive->n_refined += source->precision > HKV_READ_INT4;
         progressive->n_bytes += hkv_record_prefix_bytes(batch->query->format, source->precision);

@@ -57,6 +57,28 @@ typedef struct hkv_cpu_progressive {
     double skipped_share; /* out, added to: the largest share over rows, of every skipped record */
 } hkv_cpu_progressive;
 
+enum { HKV_NOT_READ = -1 }; /* beside the values of hkv_precision */
+
+/* The rule of progressive reading (docs/transitions.md) for a record of which the queries' largest share is `share`,
+ * negative if none of it is visible: the precision at which it is read, or HKV_NOT_READ. Counts what was decided. */
+HKV_INLINE int32_t hkv_cpu_progressive_decide(const hkv_format *f, const hkv_cpu_source *record, double share,
+                                              hkv_cpu_progressive *progressive)
+{
+    hkv_precision precision;
+    if (share < 0.0) return HKV_NOT_READ;
+    progressive->n_read++;
+    if (share < (double)progressive->skip_mass) {
+        progressive->n_skipped++;
+        progressive->skipped_share += share;
+        progressive->n_bytes += f->v_params_offset;
+        return HKV_NOT_READ;
+    }
+    precision = share >= (double)progressive->refine_mass ? record->precision : HKV_READ_INT4;
+    progressive->n_refined += precision > HKV_READ_INT4;
+    progressive->n_bytes += hkv_record_prefix_bytes(f, precision);
+    return (int32_t)precision;
+}
+
 typedef struct hkv_cpu_kernels {
     const char *name;
     int32_t (*supported)(void); /* does this machine run it */

@@ -122,8 +122,6 @@ static void source_attend(const hkv_cpu_query *query, const hkv_cpu_source *sour
 
 /* --------------------------------------------------------------------------------------------- progressive reading */
 
-enum { NOT_READ = -1 }; /* beside the values of hkv_precision */
-
 /* The largest over query rows of exp(LSE of the record's INT4 scores - LSE of the hot part); -1 if no row sees any of
  * it. */
 static double record_share(const hkv_cpu_query *query, const hkv_cpu_source *record, const float *reference_lse)
@@ -139,25 +137,6 @@ static double record_share(const hkv_cpu_query *query, const hkv_cpu_source *rec
         }
     }
     return share;
-}
-
-/* The precision at which a record is read, or NOT_READ. */
-static int32_t record_decide(const hkv_cpu_query *query, const hkv_cpu_source *record, hkv_cpu_progressive *progressive)
-{
-    double share = record_share(query, record, progressive->reference_lse);
-    hkv_precision precision;
-    if (share < 0.0) return NOT_READ;
-    progressive->n_read++;
-    if (share < (double)progressive->skip_mass) {
-        progressive->n_skipped++;
-        progressive->skipped_share += share;
-        progressive->n_bytes += query->format->v_params_offset;
-        return NOT_READ;
-    }
-    precision = share >= (double)progressive->refine_mass ? record->precision : HKV_READ_INT4;
-    progressive->n_refined += precision > HKV_READ_INT4;
-    progressive->n_bytes += hkv_record_prefix_bytes(query->format, precision);
-    return (int32_t)precision;
 }
 
 /* ------------------------------------------------------------------------------------------------------- attention */
@@ -186,7 +165,7 @@ static void tile_attend(const hkv_cpu_query *query, const hkv_cpu_source *source
     softmax contribution[TILE_ROWS], parts[TILE_ROWS];
     for (int32_t r = 0; r < n_rows; r++) softmax_clear(&contribution[r]);
     for (int32_t i = 0; i < n_sources; i++) {
-        int32_t is_read = readings[i] != NOT_READ;
+        int32_t is_read = readings[i] != HKV_NOT_READ;
         if (is_read) source_attend(query, &sources[i], (hkv_precision)readings[i], 1, first_row, n_rows, parts);
         for (int32_t r = 0; r < n_rows; r++) {
             if (is_read) softmax_merge(&contribution[r], &parts[r], query->format->head_dim);
@@ -208,7 +187,11 @@ static void reference_decode(const hkv_cpu_query *query, const hkv_cpu_source *s
         for (int32_t i = 0; i < n; i++) {
             const hkv_cpu_source *source = &sources[first + i];
             int32_t is_progressive = progressive && source->kind == HKV_SOURCE_RECORD;
-            readings[i] = is_progressive ? record_decide(query, source, progressive) : (int32_t)source->precision;
+            readings[i] =
+                is_progressive
+                    ? hkv_cpu_progressive_decide(query->format, source,
+                                                 record_share(query, source, progressive->reference_lse), progressive)
+                    : (int32_t)source->precision;
         }
         for (int32_t row = 0; row < query->n_rows; row += TILE_ROWS) {
             int32_t n_rows = query->n_rows - row < TILE_ROWS ? query->n_rows - row : TILE_ROWS;
