@@ -142,9 +142,20 @@ template <bool kProgressive> struct Producer {
             }
         }
     }
-    __device__ __forceinline__ void push_record(const uint8_t *record, int block, int n_tokens)
+    /* May the record of a chunk's head be read? */
+    __device__ __forceinline__ bool may_read(const Chunk &chunk, int h, int block) const
+    {
+        if (!kProgressive || !p.read_mask) return true;
+        const int64_t pair = static_cast<int64_t>(chunk.row) * p.layer.n_kv_heads + chunk.head + h;
+        return p.read_mask[pair * p.mask_words + block / 32] >> block % 32 & 1;
+    }
+    __device__ __forceinline__ void push_record(const Chunk &chunk, const uint8_t *record, int block, int n_tokens)
     {
         for (int h = 0; h < n_heads; h++) {
+            if (!may_read(chunk, h, block)) {
+                if (n_heads > 1) push({kItemNothing, 0, 0, 0, 0, nullptr}, 0); /* items of a head stay with its warp */
+                continue;
+            }
             const uint8_t *source = record + h * p.layer.pages.head_stride_bytes;
             push({kItemRecord, 0, block * kBlockTokens, n_tokens, skew_of(source), source}, record_bytes);
         }
@@ -170,6 +181,7 @@ template <bool kProgressive> struct Producer {
     __device__ void push_cold(const Chunk &chunk)
     {
         const int32_t *table = p.block_table + chunk.row * p.block_table_stride;
+        if (kProgressive && p.read_mask) wait_once();
         for (int base = chunk.block_begin; base < chunk.block_end; base += 32) {
             const int mine = base + lane;
             int id = 0;
@@ -189,7 +201,7 @@ template <bool kProgressive> struct Producer {
                     wait_once();
                     push_rows(record, p.layer.pages.head_stride_bytes, block, n_tokens);
                 } else {
-                    push_record(record, block, n_tokens);
+                    push_record(chunk, record, block, n_tokens);
                 }
             }
         }
@@ -526,18 +538,29 @@ template <typename S, bool kProgressive> struct Consumer {
         pending.kind = kNoRest;
     }
     /* What a record is worth reading beyond its K high: Pending's kinds. */
-    __device__ __forceinline__ int worth(const Scores<S, kTiles> &x, int planes)
+    __device__ __forceinline__ int worth(const Scores<S, kTiles> &x, int planes, int tier, int position)
     {
         const float share = share_of(x);
         count(&Tally::n_records);
         if (share < p.skip_mass) {
             count(&Tally::n_skipped);
             if (lane == 0) control.tallies[warp].skipped_share += share;
+            mark(p.skipped_mask, position);
             return kNoRest;
         }
-        if (share < p.refine_mass || !(planes & p.layer.format.planes & HKV_PLANE_K_LOW)) return kValuesHigh;
+        if (share < p.refine_mass || !(planes & p.layer.format.planes & HKV_PLANE_K_LOW) || tier == HKV_TIER_L2)
+            return kValuesHigh;
         count(&Tally::n_refined);
+        mark(p.refined_mask, position);
         return kAllTheRest;
+    }
+    /* Set the bit of the record that begins at `position`, if anyone wants to know. */
+    __device__ __forceinline__ void mark(uint32_t *mask, int position) const
+    {
+        if (!mask || lane != 0) return;
+        const int64_t pair = static_cast<int64_t>(chunk->row) * p.layer.n_kv_heads + head();
+        const int block = position / kBlockTokens;
+        atomicOr(mask + (pair * p.mask_tiles + chunk->column_tile) * p.mask_words + block / 32, 1u << block % 32);
     }
     __device__ __forceinline__ int rest_offset(int half, int skew) const
     {
@@ -568,7 +591,7 @@ template <typename S, bool kProgressive> struct Consumer {
         int kind = kNoRest;
         if (n_tokens > 0) {
             score_record<false>(stage, nullptr, item, n_tokens, x);
-            kind = worth(x, planes);
+            kind = worth(x, planes, reinterpret_cast<const hkv_record_header *>(stage)->tier, item.position);
         }
         if (kind == kNoRest) release(cursor.stage);
         return kind;

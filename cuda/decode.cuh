@@ -34,7 +34,15 @@ struct DecodeParams {
     int32_t window_tokens;    /* 0 = none */
 
     float skip_mass, refine_mass; /* progressive reading; (0, 0) reads everything in full */
-    hkv_counters *counters;       /* or NULL */
+    hkv_counters *counters;       /* or NULL; n_records_unselected is counted where the mask is made */
+
+    /* Progressive kernel only; bit b % 32 of word b / 32 is logical block b. NULL: every record may be read; nothing is
+     * told. What was skipped and refined is added to words that the caller has cleared. */
+    const uint32_t *read_mask; /* [n_rows, Hkv, mask_words] records that may be read: L1 and selected L2 */
+    uint32_t *skipped_mask;    /* [n_rows, Hkv, mask_tiles, mask_words] records whose values a column tile skipped, */
+    uint32_t *refined_mask;    /* ... and those that it read at the best precision */
+    int64_t mask_words;
+    int32_t mask_tiles;
 
     uint8_t *partials;  /* [max_chunks, kConsumers, partial_bytes] */
     uint32_t *arrivals; /* [2, max_chunks, kConsumers] arrivals, zero between launches */
