@@ -37,11 +37,13 @@ typedef struct hkv_group {
     int32_t window_tokens; /* sliding window, 0 = none */
     int32_t n_blocks, n_hot_pages, max_rows;
     int64_t max_new_tokens;
-    hkv_layer_pages *layers; /* [n_layers], host; base NULL = not bound yet */
-    uint8_t *hot;            /* [n_layers, n_hot_pages, Hkv, row_page_bytes], device, 512-byte aligned */
-    hkv_directory directory; /* device */
-    hkv_plan plan;           /* tables of the open step, device */
-    void *workspace;         /* device scratch of workspace_bytes */
+    int64_t max_sequence_tokens; /* longest row; longer ones are refused */
+    int32_t may_have_l2;         /* 0: no record of this group was ever put into L2 */
+    hkv_layer_pages *layers;     /* [n_layers], host; base NULL = not bound yet */
+    uint8_t *hot;                /* [n_layers, n_hot_pages, Hkv, row_page_bytes], device, 512-byte aligned */
+    hkv_directory directory;     /* device */
+    hkv_plan plan;               /* tables of the open step, device */
+    void *workspace;             /* device scratch of workspace_bytes */
     size_t workspace_bytes;
     hkv_counters *counters; /* device; store.c adds them up on request */
     void *backend_state;    /* whatever the backend keeps per group */
@@ -65,6 +67,7 @@ HKV_INLINE hkv_plan_job hkv_group_plan_job(const hkv_group *g, const hkv_batch *
     job.is_quantized = g->format.bits != 0;
     job.n_blocks = g->n_blocks;
     job.n_pages = g->n_hot_pages;
+    job.max_sequence_tokens = g->max_sequence_tokens;
     job.headers = g->layers[0].base;
     job.header_stride_bytes = g->layers[0].block_stride_bytes;
     job.directory = g->directory;

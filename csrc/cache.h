@@ -102,10 +102,11 @@ typedef struct hkv_cache_step {
     bool has_token_ids;
     int32_t n_rows;
     int64_t n_tokens, max_length;
+    int32_t max_row_tokens;
     int32_t n_attended;
     bool *is_attended;   /* [n_layers] */
     hkv_cache_row *rows; /* [max_sequences] */
-    void *stream;        /* of the step's last attend */
+    void *stream;        /* of the step's begin, then of its last attend */
 } hkv_cache_step;
 
 typedef struct hkv_cache_layer {
@@ -180,6 +181,10 @@ static inline int64_t hkv_cache_first_kept(const hkv_cache *cache, int32_t group
 static inline int32_t hkv_min_i32(int32_t a, int32_t b)
 {
     return a < b ? a : b;
+}
+static inline int32_t hkv_max_i32(int32_t a, int32_t b)
+{
+    return a > b ? a : b;
 }
 static inline int64_t hkv_min_i64(int64_t a, int64_t b)
 {

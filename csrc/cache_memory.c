@@ -160,6 +160,7 @@ hkv_store_options hkv_cache_store_options(const hkv_cache *c, int32_t group_idx)
         .n_blocks = g->n_blocks,
         .max_rows = c->max_sequences,
         .max_new_tokens = c->max_step_tokens,
+        .max_sequence_tokens = c->max_length,
         .n_hot_pages = g->n_hot_pages,
         .backend = c->options.backend,
         .device_index = c->options.device_index,

@@ -144,6 +144,7 @@ static void describe_step(hkv_cache *c, int32_t group)
     g->batch = (hkv_batch){
         .n_rows = c->step.n_rows,
         .n_new_tokens = (int32_t)c->step.n_tokens,
+        .max_row_tokens = c->step.max_row_tokens,
         .cu_new_tokens = c->device_arrays.cu_new_tokens,
         .seq_lens = c->device_arrays.seq_lens,
         .block_table = g->device.block_table,
@@ -151,6 +152,7 @@ static void describe_step(hkv_cache *c, int32_t group)
         .slot_mapping = g->device.slot_mapping,
         .copy_sources = g->device.copy_sources,
         .clock = c->device_arrays.clock,
+        .stream = c->step.stream,
     };
 }
 
@@ -303,6 +305,7 @@ static hkv_status check_row(hkv_cache *c, int32_t r, int64_t n_new, hkv_error *e
                              row->n_old + n_new, c->max_length);
     row->n_new = (int32_t)n_new;
     c->step.n_tokens += n_new;
+    c->step.max_row_tokens = hkv_max_i32(c->step.max_row_tokens, row->n_new);
     c->step.max_length = hkv_max_i64(c->step.max_length, row_length(row));
     return HKV_OK;
 }
@@ -334,12 +337,13 @@ static hkv_status open_step(hkv_cache *c, const int64_t *token_ids, int64_t cloc
 }
 
 static hkv_status begin(hkv_cache *c, const hkv_sequence *sequences, const int64_t *n_tokens, int32_t n_rows,
-                        const int64_t *token_ids, int64_t clock, hkv_error *error)
+                        const int64_t *token_ids, int64_t clock, void *stream, hkv_error *error)
 {
     HKV_TRY(hkv_cache_check_closed(c, error));
     hkv_status status = check_rows(c, sequences, n_tokens, n_rows, token_ids, error);
     if (status == HKV_OK) {
         c->step.n_rows = n_rows;
+        c->step.stream = stream;
         c->step.has_token_ids = token_ids != NULL;
         status = reserve_blocks(c, error);
     }
@@ -353,10 +357,10 @@ static hkv_status begin(hkv_cache *c, const hkv_sequence *sequences, const int64
 }
 
 hkv_status hkv_cache_begin(hkv_cache *c, const hkv_sequence *sequences, const int64_t *n_tokens, int32_t n_rows,
-                           const int64_t *token_ids, int64_t clock, hkv_error *error)
+                           const int64_t *token_ids, int64_t clock, void *stream, hkv_error *error)
 {
     HKV_TRY(hkv_cache_enter(c, error));
-    hkv_status status = begin(c, sequences, n_tokens, n_rows, token_ids, clock, error);
+    hkv_status status = begin(c, sequences, n_tokens, n_rows, token_ids, clock, stream, error);
     hkv_cache_leave(c);
     return status;
 }

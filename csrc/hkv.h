@@ -182,6 +182,7 @@ typedef struct hkv_model {
 typedef struct hkv_batch {
     int32_t n_rows;               /* R */
     int32_t n_new_tokens;         /* N = cu_new_tokens[R] */
+    int32_t max_row_tokens;       /* no row has more new tokens than this, else the step is refused; 0 = not known */
     const int32_t *cu_new_tokens; /* [R + 1] */
     const int32_t *seq_lens;      /* [R] tokens including the new ones */
     const int32_t *block_table;   /* [R, block_table_stride] physical block of every logical block */
@@ -260,6 +261,7 @@ typedef struct hkv_store_options {
     int32_t n_blocks;               /* B: blocks in the engine's pool, including the null block */
     int32_t max_rows;               /* largest R of a step */
     int64_t max_new_tokens;         /* largest N of a step */
+    int64_t max_sequence_tokens;    /* longest row; 0: B * T, or any length in a group with a window */
     int32_t n_hot_pages;            /* 0: the size that guarantees that live rows never lose a partial page */
     uint32_t first_stamp;           /* 0: drawn from clock and address; else stamps count from here (tests, replays) */
     const hkv_backend *backend;     /* NULL = CPU; kept */
@@ -368,9 +370,10 @@ hkv_status hkv_cache_reset(hkv_cache *cache, hkv_error *error);
 /* Open a step: row i is sequences[i] with n_tokens[i] >= 0 new tokens; a sequence appears once. token_ids (flat, in row
  * order) or NULL: without them blocks completed in this step can only be found again where add_sequence named their
  * tokens. Blocks are reserved here, so HKV_ERR_CACHE_FULL comes before anything changed and can be retried after a
- * free. The sequences have their new length from now on. */
+ * free. The sequences have their new length from now on. The step is decided on `stream` (a CUDA stream, NULL on the
+ * CPU); it must be the one of the attends, or ordered before them and after those of the previous step. */
 hkv_status hkv_cache_begin(hkv_cache *cache, const hkv_sequence *sequences, const int64_t *n_tokens, int32_t n_rows,
-                           const int64_t *token_ids, int64_t clock, hkv_error *error);
+                           const int64_t *token_ids, int64_t clock, void *stream, hkv_error *error);
 /* Attend one layer of the open step; each layer once. */
 hkv_status hkv_cache_attend(hkv_cache *cache, int32_t layer_idx, const hkv_attend *args, hkv_error *error);
 /* Close the step. With every layer attended its full blocks become findable; if some layer was not attended (the

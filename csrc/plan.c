@@ -19,6 +19,14 @@ hkv_status hkv_plan_report(const int32_t *failure_value, hkv_error *error)
         return hkv_error_set(error, status, "seq_lens",
                              "seq_lens must count the new tokens too; row %d has length %d and %d new tokens", index,
                              value, limit);
+    case HKV_PLAN_TOO_LONG:
+        return hkv_error_set(error, status, "seq_lens",
+                             "seq_lens must be at most the %d tokens that a row can have; row %d has length %d", limit,
+                             index, value);
+    case HKV_PLAN_ROW_TOKENS:
+        return hkv_error_set(error, status, "max_row_tokens",
+                             "max_row_tokens = %d must be at least the new tokens of every row; row %d has %d", limit,
+                             index, value);
     case HKV_PLAN_STRIDE:
         return hkv_error_set(error, status, "block_table_stride",
                              "block_table_stride must be at least the blocks of every row; row %d has %d, got %d",

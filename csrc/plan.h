@@ -252,6 +252,7 @@ typedef struct hkv_plan_job {
     int32_t hot_tokens, sink_blocks, block_tokens;
     int32_t is_quantized; /* 0 at bits 0: segments only */
     int32_t n_blocks, n_pages;
+    int64_t max_sequence_tokens;
     const uint8_t *headers;     /* record of block 0 in the group's first layer and KV head 0 */
     size_t header_stride_bytes; /* from a block to the next */
     hkv_directory directory;
@@ -265,6 +266,8 @@ typedef enum hkv_plan_fault {
     HKV_PLAN_OK = 0,
     HKV_PLAN_CU_TOKENS,   /* cu_new_tokens[index] = value does not ascend from 0 to limit = N */
     HKV_PLAN_LENGTH,      /* seq_lens[index] = value < limit new tokens */
+    HKV_PLAN_TOO_LONG,    /* seq_lens[index] = value > limit = max_sequence_tokens */
+    HKV_PLAN_ROW_TOKENS,  /* row index has value new tokens, max_row_tokens = limit is less */
     HKV_PLAN_STRIDE,      /* row index has value blocks, block_table_stride = limit is less */
     HKV_PLAN_COPY_SOURCE, /* copy_sources[index] = value >= limit = B */
     HKV_PLAN_TABLE,       /* block_table of row index names block value outside 0 .. limit-1 */
@@ -280,6 +283,7 @@ HKV_INLINE hkv_status hkv_plan_fault_status(hkv_plan_fault fault)
     switch (fault) {
     case HKV_PLAN_OK:
         return HKV_OK;
+    case HKV_PLAN_TOO_LONG:
     case HKV_PLAN_COPY_SOURCE:
     case HKV_PLAN_TABLE:
     case HKV_PLAN_SLOT:
@@ -436,6 +440,10 @@ HKV_INLINE void hkv_plan_make_row(const hkv_plan_job *job, const hkv_team *team,
     if (source >= job->n_blocks) hkv_plan_fail(job, team, HKV_PLAN_COPY_SOURCE, r, source, job->n_blocks);
     if (row->n_new <= 0 || length <= 0) return; /* padding */
     if (length < row->n_new) hkv_plan_fail(job, team, HKV_PLAN_LENGTH, r, length, row->n_new);
+    if (length > job->max_sequence_tokens)
+        hkv_plan_fail(job, team, HKV_PLAN_TOO_LONG, r, length, job->max_sequence_tokens);
+    if (batch->max_row_tokens > 0 && row->n_new > batch->max_row_tokens)
+        hkv_plan_fail(job, team, HKV_PLAN_ROW_TOKENS, r, row->n_new, batch->max_row_tokens);
     if (n_blocks > batch->block_table_stride)
         hkv_plan_fail(job, team, HKV_PLAN_STRIDE, r, n_blocks, batch->block_table_stride);
     hkv_team_max(&team->shared[HKV_TALLY_TABLE_WIDTH], n_blocks);

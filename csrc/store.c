@@ -110,6 +110,7 @@ static hkv_status check_options(const hkv_store_options *options, hkv_error *err
     HKV_TRY(check_range("n_blocks", options->n_blocks, 2, INT32_MAX, error));
     HKV_TRY(check_range("max_rows", options->max_rows, 1, 1 << 20, error));
     HKV_TRY(check_range("max_new_tokens", options->max_new_tokens, 1, 1 << 30, error));
+    HKV_TRY(check_range("max_sequence_tokens", options->max_sequence_tokens, 0, INT32_MAX, error));
     return check_range("n_hot_pages", options->n_hot_pages, 0, INT32_MAX, error);
 }
 
@@ -122,6 +123,13 @@ static int32_t choose_hot_pages(const hkv_store_options *options)
         n = hkv_plan_guaranteed_pages(options->max_rows, options->max_new_tokens, config->hot_tokens,
                                       config->block_size, config->sink_blocks);
     return n < options->n_blocks ? (int32_t)n : options->n_blocks - 1; /* a block has at most one page */
+}
+
+static int64_t choose_max_sequence(const hkv_store_options *options)
+{
+    int64_t n = (int64_t)options->n_blocks * options->config.block_size;
+    if (options->max_sequence_tokens > 0) return options->max_sequence_tokens;
+    return options->window_tokens == 0 && n < INT32_MAX ? n : INT32_MAX;
 }
 
 static void init_group(const hkv_store_options *options, hkv_group *g)
@@ -138,6 +146,7 @@ static void init_group(const hkv_store_options *options, hkv_group *g)
     g->n_hot_pages = choose_hot_pages(options);
     g->max_rows = options->max_rows;
     g->max_new_tokens = options->max_new_tokens;
+    g->max_sequence_tokens = choose_max_sequence(options);
     g->plan.hot_stride = config->sink_blocks + hkv_plan_max_window(config->hot_tokens, config->block_size);
     g->plan.max_segments =
         (int32_t)hkv_plan_max_segments(options->max_rows, options->max_new_tokens, config->block_size);
@@ -431,6 +440,7 @@ static hkv_status check_batch(const hkv_store *store, const hkv_batch *batch, hk
     HKV_TRY(check_pointer("batch", batch, error));
     HKV_TRY(check_range("n_rows", batch->n_rows, 0, store->group.max_rows, error));
     HKV_TRY(check_range("n_new_tokens", batch->n_new_tokens, 0, store->group.max_new_tokens, error));
+    HKV_TRY(check_range("max_row_tokens", batch->max_row_tokens, 0, INT32_MAX, error));
     if (batch->n_rows == 0)
         return check_range("n_new_tokens", batch->n_new_tokens, 0, 0, error); /* no rows, no tokens */
     HKV_TRY(check_pointer("cu_new_tokens", batch->cu_new_tokens, error));
@@ -660,6 +670,7 @@ static hkv_status set_tier(hkv_store *store, int32_t layer_idx, int32_t kv_head,
     if (!is_sealed)
         return hkv_error_set(error, HKV_ERR_STATE, "block", "block %d is not sealed and has no tier", block);
     header.tier = (uint8_t)tier;
+    if (tier == HKV_TIER_L2) store->group.may_have_l2 = 1;
     return store->backend->write(store->device_index, hkv_layer_record(&store->group.layers[layer_idx], block, kv_head),
                                  &header, sizeof header, error);
 }

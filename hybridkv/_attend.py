@@ -33,6 +33,7 @@ def attend(
     return_lse: bool,
     mass: DLPackTensor | None,
     return_mass: bool,
+    stream: int,
 ) -> Any:
     """Append and attend one layer; see `Step.attend`."""
     framework = framework_of(q, dtype)
@@ -43,7 +44,7 @@ def attend(
         lse = empty(framework, shape[:2], "float32")
     if mass is None and return_mass:
         mass = empty(framework, (step.num_rows, num_kv_heads, step.max_blocks), "float32")
-    core.attend(layer, q, k, v, out, scale, soft_cap, sinks, lse, mass)
+    core.attend(layer, q, k, v, out, scale, soft_cap, sinks, lse, mass, stream)
     if not (return_lse or return_mass):
         return out
     return (out, *([lse] if return_lse else []), *([mass] if return_mass else []))

@@ -79,7 +79,9 @@ class Cache:
     def free(self, sequence: int, /) -> None: ...
     def sequence_length(self, sequence: int, /) -> int: ...
     def reset(self) -> None: ...
-    def begin(self, sequences: tuple[int, ...], num_tokens: Any, token_ids: Any, clock: int, /) -> tuple[int, int]: ...
+    def begin(
+        self, sequences: tuple[int, ...], num_tokens: Any, token_ids: Any, clock: int, stream: int, /
+    ) -> tuple[int, int]: ...
     def attend(
         self,
         layer: int,
@@ -92,6 +94,7 @@ class Cache:
         sinks: DLPackTensor | None,
         lse: DLPackTensor | None,
         mass: DLPackTensor | None,
+        stream: int,
         /,
     ) -> None: ...
     def end(self) -> None: ...
@@ -142,6 +145,8 @@ class Store:
         slot_mapping: Any,
         copy_sources: Any,
         clock: int | None,
+        max_row_tokens: int,
+        stream: int,
         /,
     ) -> tuple[int, int]: ...
     def attend(
@@ -156,6 +161,7 @@ class Store:
         sinks: DLPackTensor | None,
         lse: DLPackTensor | None,
         mass: DLPackTensor | None,
+        stream: int,
         /,
     ) -> None: ...
     def read_tokens(

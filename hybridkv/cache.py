@@ -151,6 +151,7 @@ class Step:
         return_lse: bool = False,
         mass: DLPackTensor | None = None,
         return_mass: bool = False,
+        stream: int = 0,
     ) -> Any:
         """Append this step's keys and values to one layer, then attend. Each layer once, in any order.
 
@@ -180,6 +181,8 @@ class Step:
             Receives the share of the softmax on each block of each sequence (decode; zeros for longer chunks).
         return_mass : bool
             Return `mass`, made here if not given.
+        stream : int
+            Address of the CUDA stream to work on; 0 = the default stream.
 
         Returns
         -------
@@ -214,6 +217,7 @@ class Step:
             return_lse,
             mass,
             return_mass,
+            stream,
         )
 
     def end(self) -> None:
@@ -375,7 +379,13 @@ class Cache:
     # ---------------------------------------------------------------------------------------------------------- steps
 
     def step(
-        self, sequences: SequenceOf[Sequence], num_tokens: Any, token_ids: Any = None, clock: int | None = None
+        self,
+        sequences: SequenceOf[Sequence],
+        num_tokens: Any,
+        token_ids: Any = None,
+        clock: int | None = None,
+        *,
+        stream: int = 0,
     ) -> Step:
         """Open a step, the cache's side of one forward pass; use it as ``with cache.step(...) as step``.
 
@@ -392,6 +402,9 @@ class Cache:
             With them the blocks can be found again by `add_sequence`.
         clock : int, optional
             Time for access statistics in ms; default: a monotonic clock.
+        stream : int
+            Address of the CUDA stream on which the step is decided, the one of its `Step.attend` calls; 0 = the default
+            stream.
 
         Raises
         ------
@@ -405,7 +418,7 @@ class Cache:
         ids = self._ids(sequences)
         if clock is None:
             clock = time.monotonic_ns() // 1_000_000
-        total, max_blocks = self._core.begin(ids, num_tokens, flat_tokens(token_ids, num_tokens), clock)
+        total, max_blocks = self._core.begin(ids, num_tokens, flat_tokens(token_ids, num_tokens), clock, stream)
         return Step(self, OpenStep(len(ids), total, max_blocks))
 
     # -------------------------------------------------------------------------------------------------------- content

@@ -109,6 +109,9 @@ class Store:
         slot_mapping: Any,
         copy_sources: Any = None,
         clock: int | None = None,
+        *,
+        max_row_tokens: int = 0,
+        stream: int = 0,
     ) -> None:
         """Decide a step of R rows (sequences) and N new tokens: what is claimed, restored, sealed, evicted, read hot.
 
@@ -128,9 +131,13 @@ class Store:
             c > 0: the block that row r writes first takes its earlier tokens from block c.
         clock : int, optional
             Time for access statistics; None = no statistics in this step.
+        max_row_tokens : int
+            No row has more new tokens than this; 0 = not known. At most 8 spares a CUDA step the kernels of prefill.
+        stream : int
+            Address of the CUDA stream on which the step is decided; 0 = the default stream.
         """
         num_tokens, max_blocks = self._core.begin(
-            cu_new_tokens, seq_lens, block_table, slot_mapping, copy_sources, clock
+            cu_new_tokens, seq_lens, block_table, slot_mapping, copy_sources, clock, max_row_tokens, stream
         )
         self._sizes = OpenStep(len(seq_lens), num_tokens, max_blocks)
 
@@ -149,6 +156,7 @@ class Store:
         return_lse: bool = False,
         mass: DLPackTensor | None = None,
         return_mass: bool = False,
+        stream: int = 0,
     ) -> Any:
         """Append this step's keys and values to one layer, then attend; arguments and result as of `Step.attend`."""
         return attend(
@@ -168,6 +176,7 @@ class Store:
             return_lse,
             mass,
             return_mass,
+            stream,
         )
 
     def read_tokens(

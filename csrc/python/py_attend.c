@@ -89,7 +89,8 @@ static int parse_extras(hkv_py_state *state, PyObject *const *args, const hkv_py
         real_from_object(state, args[6], "soft_cap", 0.0, &a->args.logits_soft_cap) < 0 ||
         import_floats(state, args[7], "sinks", 1, sinks_shape, "[Hq]", 0, &a->sinks) < 0 ||
         import_floats(state, args[8], "lse", 2, lse_shape, "[N, Hq]", 1, &a->lse) < 0 ||
-        import_floats(state, args[9], "mass", 3, mass_shape, "[R, Hkv, blocks]", 1, &a->mass) < 0)
+        import_floats(state, args[9], "mass", 3, mass_shape, "[R, Hkv, blocks]", 1, &a->mass) < 0 ||
+        hkv_py_stream_from_object(state, args[10], &a->args.stream) < 0)
         return -1;
     if (args[9] != Py_None && a->mass.shape[2] < rule->max_blocks)
         return hkv_py_fail(state, HKV_ERR_ARGUMENT, "mass",

@@ -326,18 +326,21 @@ static PyObject *cache_begin(PyObject *op, PyObject *args)
 {
     hkv_py_state *state = hkv_py_state_of(op);
     hkv_py_cache *self = (hkv_py_cache *)op;
-    PyObject *list, *n_tokens, *token_ids, *clock_obj, *result = NULL;
+    PyObject *list, *n_tokens, *token_ids, *clock_obj, *stream_obj, *result = NULL;
     int64_t clock;
+    void *stream;
     step_args s;
     hkv_error error;
     hkv_status status;
-    if (!PyArg_ParseTuple(args, "O!OOO:begin", &PyTuple_Type, &list, &n_tokens, &token_ids, &clock_obj) ||
-        hkv_py_int_from_object(state, clock_obj, "clock", INT64_MIN, INT64_MAX, &clock) < 0)
+    if (!PyArg_ParseTuple(args, "O!OOOO:begin", &PyTuple_Type, &list, &n_tokens, &token_ids, &clock_obj, &stream_obj) ||
+        hkv_py_int_from_object(state, clock_obj, "clock", INT64_MIN, INT64_MAX, &clock) < 0 ||
+        hkv_py_stream_from_object(state, stream_obj, &stream) < 0)
         return NULL;
     if (step_args_parse(state, list, n_tokens, token_ids, &s) == 0 && hkv_py_enter(state, &self->object) == 0) {
         hkv_cache *cache = handle_of(self);
         Py_BEGIN_ALLOW_THREADS
-        status = hkv_cache_begin(cache, s.sequences, s.n_tokens.values, s.n_rows, s.token_ids.values, clock, &error);
+        status =
+            hkv_cache_begin(cache, s.sequences, s.n_tokens.values, s.n_rows, s.token_ids.values, clock, stream, &error);
         Py_END_ALLOW_THREADS
         if (status == HKV_OK) {
             int64_t max_length = hkv_cache_step_max_length(cache);
@@ -631,9 +634,11 @@ static PyMethodDef cache_methods[] = {
     {"sequence_length", cache_sequence_length, METH_VARARGS, "sequence_length($self, sequence, /)\n--\n\nIts tokens."},
     {"reset", cache_reset, METH_NOARGS, "reset($self)\n--\n\nForget all sequences and reusable blocks."},
     {"begin", cache_begin, METH_VARARGS,
-     "begin($self, sequences, num_tokens, token_ids, clock, /)\n--\n\nOpen a step: (N, blocks of the longest row)."},
+     "begin($self, sequences, num_tokens, token_ids, clock, stream, /)\n--\n\nOpen a step: (N, blocks of the longest "
+     "row)."},
     {"attend", HKV_PY_FUNCTION(cache_attend), METH_FASTCALL,
-     "attend($self, layer, q, k, v, out, scale, soft_cap, sinks, lse, mass, /)\n--\n\nAppend to one layer, then "
+     "attend($self, layer, q, k, v, out, scale, soft_cap, sinks, lse, mass, stream, /)\n--\n\nAppend to one layer, "
+     "then "
      "attend."},
     {"end", cache_end, METH_NOARGS, "end($self)\n--\n\nClose the step."},
     {"abort", cache_abort, METH_NOARGS, "abort($self)\n--\n\nClose the step and go back to the lengths before it."},

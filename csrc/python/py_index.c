@@ -180,6 +180,14 @@ int hkv_py_ints_import(hkv_py_state *state, PyObject *obj, const hkv_py_ints_rul
     return result;
 }
 
+int hkv_py_stream_from_object(hkv_py_state *state, PyObject *obj, void **stream)
+{
+    int64_t address;
+    if (hkv_py_int_from_object(state, obj, "stream", 0, INT64_MAX, &address) < 0) return -1;
+    *stream = (void *)(uintptr_t)address;
+    return 0;
+}
+
 void hkv_py_ints_release(hkv_py_ints *ints)
 {
     PyMem_RawFree(ints->values);

@@ -185,9 +185,9 @@ static PyObject *store_bind_layer(PyObject *op, PyObject *args)
 /* Copy the arrays of a step; the library checks what they say. */
 static int batch_parse(hkv_py_state *state, PyObject *args, store_batch *b)
 {
-    PyObject *cu_new_tokens, *seq_lens, *block_table, *slot_mapping, *copy_sources, *clock;
-    if (!PyArg_ParseTuple(args, "OOOOOO:begin", &cu_new_tokens, &seq_lens, &block_table, &slot_mapping, &copy_sources,
-                          &clock))
+    PyObject *cu_new_tokens, *seq_lens, *block_table, *slot_mapping, *copy_sources, *clock, *max_row_tokens, *stream;
+    if (!PyArg_ParseTuple(args, "OOOOOOOO:begin", &cu_new_tokens, &seq_lens, &block_table, &slot_mapping, &copy_sources,
+                          &clock, &max_row_tokens, &stream))
         return -1;
     const hkv_py_ints_rule lens_rule = {"seq_lens", 1, 0, INT32_MAX, 4, -1, "[R]"};
     if (hkv_py_ints_import(state, seq_lens, &lens_rule, &b->seq_lens) < 0) return -1;
@@ -206,9 +206,15 @@ static int batch_parse(hkv_py_state *state, PyObject *args, store_batch *b)
         (copy_sources != Py_None && hkv_py_ints_import(state, copy_sources, &copy_rule, &b->copy_sources) < 0) ||
         (clock != Py_None && hkv_py_int_from_object(state, clock, "clock", INT64_MIN, INT64_MAX, &b->clock) < 0))
         return -1;
+    int32_t most;
+    void *cuda_stream;
+    if (hkv_py_int32_from_object(state, max_row_tokens, "max_row_tokens", &most) < 0 ||
+        hkv_py_stream_from_object(state, stream, &cuda_stream) < 0)
+        return -1;
     b->batch = (hkv_batch){
         .n_rows = (int32_t)n_rows,
         .n_new_tokens = (int32_t)n_tokens,
+        .max_row_tokens = most,
         .cu_new_tokens = b->cu_new_tokens.values,
         .seq_lens = b->seq_lens.values,
         .block_table = b->block_table.values,
@@ -216,6 +222,7 @@ static int batch_parse(hkv_py_state *state, PyObject *args, store_batch *b)
         .slot_mapping = b->slot_mapping.values,
         .copy_sources = b->copy_sources.values,
         .clock = clock == Py_None ? NULL : &b->clock,
+        .stream = cuda_stream,
     };
     return 0;
 }
@@ -431,10 +438,12 @@ static PyMethodDef store_methods[] = {
      "bind_layer($self, layer, pages, /)\n--\n\n"
      "Say where a layer's pages are: [blocks, Hkv, bytes] or [blocks, bytes] of any dtype; kept alive by the store."},
     {"begin", store_begin, METH_VARARGS,
-     "begin($self, cu_new_tokens, seq_lens, block_table, slot_mapping, copy_sources, clock, /)\n--\n\n"
+     "begin($self, cu_new_tokens, seq_lens, block_table, slot_mapping, copy_sources, clock, max_row_tokens, "
+     "stream, /)\n--\n\n"
      "Decide a step: (N, blocks of the longest row)."},
     {"attend", HKV_PY_FUNCTION(store_attend), METH_FASTCALL,
-     "attend($self, layer, q, k, v, out, scale, soft_cap, sinks, lse, mass, /)\n--\n\nAppend to one layer, then "
+     "attend($self, layer, q, k, v, out, scale, soft_cap, sinks, lse, mass, stream, /)\n--\n\nAppend to one layer, "
+     "then "
      "attend."},
     {"read_tokens", store_read_tokens, METH_VARARGS,
      "read_tokens($self, layer, block_table, seq_len, first, num_tokens, k_out, v_out, /)\n--\n\n"

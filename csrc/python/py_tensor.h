@@ -85,12 +85,14 @@ int hkv_py_int_from_object(hkv_py_state *state, PyObject *obj, const char *argum
                            int64_t *value);
 /* An index of one of n things. */
 int hkv_py_index_from_object(hkv_py_state *state, PyObject *obj, const char *argument, int32_t n, int32_t *value);
+/* A CUDA stream by its address, as frameworks give it; 0 = the default stream, all there is on the CPU. */
+int hkv_py_stream_from_object(hkv_py_state *state, PyObject *obj, void **stream);
 /* Any int32; what it means is checked by the library. */
 int hkv_py_int32_from_object(hkv_py_state *state, PyObject *obj, const char *argument, int32_t *value);
 
 /* --------------------------------------------------------------------------------- arguments of attend: py_attend.c */
 
-#define HKV_PY_N_ATTEND_ARGS 10 /* layer, q, k, v, out, scale, soft_cap, sinks, lse, mass */
+#define HKV_PY_N_ATTEND_ARGS 11 /* layer, q, k, v, out, scale, soft_cap, sinks, lse, mass, stream */
 
 /* What the open step and the object expect. */
 typedef struct hkv_py_attend_rule {

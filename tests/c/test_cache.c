@@ -156,7 +156,7 @@ static hkv_status begin(fixture *f, const step_row *rows, int32_t n_rows, int32_
         memcpy(id, m->tokens + m->n_tokens, (size_t)rows[r].n_new * sizeof *id);
         id += rows[r].n_new;
     }
-    return hkv_cache_begin(f->cache, handles, n_tokens, n_rows, with_ids ? ids : NULL, 0, &f->error);
+    return hkv_cache_begin(f->cache, handles, n_tokens, n_rows, with_ids ? ids : NULL, 0, NULL, &f->error);
 }
 
 static hkv_attend attend_args(fixture *f)
@@ -366,7 +366,7 @@ static void test_empty_steps_change_nothing(void)
     hkv_attend args = attend_args(f);
     add(f, 0, tokens, 100, 0);
     append_up_to(f, 0, 70, 70);
-    CHECK_OK(hkv_cache_begin(f->cache, NULL, NULL, 0, NULL, 0, &f->error));
+    CHECK_OK(hkv_cache_begin(f->cache, NULL, NULL, 0, NULL, 0, NULL, &f->error));
     CHECK_INT(hkv_cache_step_tokens(f->cache), 0);
     CHECK_OK(hkv_cache_attend(f->cache, 0, &args, &f->error));
     CHECK_OK(hkv_cache_end(f->cache, &f->error));
@@ -643,7 +643,7 @@ static void test_full_cache_can_be_retried(void)
     append_up_to(f, 1, 60, 60);
     hkv_cache_stats before = read_stats(f);
     hkv_sequence handles[] = {f->sequences[0].handle, f->sequences[1].handle};
-    CHECK_ERROR(hkv_cache_begin(f->cache, handles, (int64_t[]){1, 40}, 2, NULL, 0, &error), HKV_ERR_CACHE_FULL,
+    CHECK_ERROR(hkv_cache_begin(f->cache, handles, (int64_t[]){1, 40}, 2, NULL, 0, NULL, &error), HKV_ERR_CACHE_FULL,
                 "sequences", "blocks");
     hkv_cache_stats after = read_stats(f);
     CHECK_INT(memcmp(&before, &after, sizeof before), 0);
@@ -777,18 +777,19 @@ static void test_misuse_is_refused(void)
     t = f->sequences[1].handle;
 
     /* arguments */
-    CHECK_ERROR(hkv_cache_begin(c, (hkv_sequence[]){s, s}, one, 2, NULL, 0, &error), HKV_ERR_ARGUMENT, "sequences",
-                "same");
-    CHECK_ERROR(hkv_cache_begin(c, (hkv_sequence[]){t, foreign}, one, 2, NULL, 0, &error), HKV_ERR_STALE, "sequences",
-                "");
-    CHECK_ERROR(hkv_cache_begin(c, &s, (int64_t[]){-1}, 1, NULL, 0, &error), HKV_ERR_ARGUMENT, "n_tokens", "-1");
-    CHECK_ERROR(hkv_cache_begin(c, &s, (int64_t[]){INT64_MAX}, 1, NULL, 0, &error), HKV_ERR_ARGUMENT, "n_tokens",
+    CHECK_ERROR(hkv_cache_begin(c, (hkv_sequence[]){s, s}, one, 2, NULL, 0, NULL, &error), HKV_ERR_ARGUMENT,
+                "sequences", "same");
+    CHECK_ERROR(hkv_cache_begin(c, (hkv_sequence[]){t, foreign}, one, 2, NULL, 0, NULL, &error), HKV_ERR_STALE,
+                "sequences", "");
+    CHECK_ERROR(hkv_cache_begin(c, &s, (int64_t[]){-1}, 1, NULL, 0, NULL, &error), HKV_ERR_ARGUMENT, "n_tokens", "-1");
+    CHECK_ERROR(hkv_cache_begin(c, &s, (int64_t[]){INT64_MAX}, 1, NULL, 0, NULL, &error), HKV_ERR_ARGUMENT, "n_tokens",
                 "max_step_tokens = 512");
-    CHECK_ERROR(hkv_cache_begin(c, &s, one, -1, NULL, 0, &error), HKV_ERR_ARGUMENT, "sequences", "-1");
-    CHECK_ERROR(hkv_cache_begin(c, &s, one, MAX_SEQUENCES + 1, NULL, 0, &error), HKV_ERR_ARGUMENT, "sequences", "9");
-    CHECK_ERROR(hkv_cache_begin(c, NULL, one, 1, NULL, 0, &error), HKV_ERR_ARGUMENT, "sequences", "");
-    CHECK_ERROR(hkv_cache_begin(c, &s, NULL, 1, NULL, 0, &error), HKV_ERR_ARGUMENT, "n_tokens", "NULL");
-    CHECK_ERROR(hkv_cache_begin(c, &s, one, 1, (int64_t[]){-5}, 0, &error), HKV_ERR_ARGUMENT, "token_ids", "-5");
+    CHECK_ERROR(hkv_cache_begin(c, &s, one, -1, NULL, 0, NULL, &error), HKV_ERR_ARGUMENT, "sequences", "-1");
+    CHECK_ERROR(hkv_cache_begin(c, &s, one, MAX_SEQUENCES + 1, NULL, 0, NULL, &error), HKV_ERR_ARGUMENT, "sequences",
+                "9");
+    CHECK_ERROR(hkv_cache_begin(c, NULL, one, 1, NULL, 0, NULL, &error), HKV_ERR_ARGUMENT, "sequences", "");
+    CHECK_ERROR(hkv_cache_begin(c, &s, NULL, 1, NULL, 0, NULL, &error), HKV_ERR_ARGUMENT, "n_tokens", "NULL");
+    CHECK_ERROR(hkv_cache_begin(c, &s, one, 1, (int64_t[]){-5}, 0, NULL, &error), HKV_ERR_ARGUMENT, "token_ids", "-5");
     CHECK_ERROR(hkv_cache_add_sequence(c, (int64_t[]){1, -2}, 2, NULL, 0, &out, &n_cached, &error), HKV_ERR_ARGUMENT,
                 "token_ids", "token_ids[1] = -2");
     CHECK_ERROR(hkv_cache_add_sequence(c, tokens, -1, NULL, 0, &out, &n_cached, &error), HKV_ERR_ARGUMENT, "n_tokens",
@@ -809,8 +810,8 @@ static void test_misuse_is_refused(void)
     CHECK_ERROR(hkv_cache_attend(c, 0, &args, &error), HKV_ERR_STATE, "cache", "no step");
     CHECK_ERROR(hkv_cache_end(c, &error), HKV_ERR_STATE, "cache", "no step");
     CHECK_ERROR(hkv_cache_abort(c, &error), HKV_ERR_STATE, "cache", "no step");
-    CHECK_OK(hkv_cache_begin(c, &s, one, 1, NULL, 0, &error));
-    CHECK_ERROR(hkv_cache_begin(c, &t, one, 1, NULL, 0, &error), HKV_ERR_STATE, "cache", "open");
+    CHECK_OK(hkv_cache_begin(c, &s, one, 1, NULL, 0, NULL, &error));
+    CHECK_ERROR(hkv_cache_begin(c, &t, one, 1, NULL, 0, NULL, &error), HKV_ERR_STATE, "cache", "open");
     CHECK_ERROR(hkv_cache_add_sequence(c, tokens, 3, NULL, 0, &out, &n_cached, &error), HKV_ERR_STATE, "cache", "open");
     CHECK_ERROR(hkv_cache_free(c, t, &error), HKV_ERR_STATE, "cache", "open");
     CHECK_ERROR(hkv_cache_fork(c, t, &out, &error), HKV_ERR_STATE, "cache", "open");

@@ -12,6 +12,7 @@
 #endif
 
 enum { MAX_BLOCKS = 48, MAX_PAGES = 40, MAX_ROWS = 6, MAX_NEW = 1024, MAX_WIDTH = 16, MAX_T = 64, MAX_STRIDE = 24 };
+enum { MAX_LENGTH = 1000 };
 
 typedef struct world {
     int32_t block_tokens, max_rows;
@@ -64,6 +65,7 @@ static void world_init(world *w, int32_t block_tokens, int32_t hot_tokens, int32
     w->job.is_quantized = 1;
     w->job.n_blocks = n_blocks;
     w->job.n_pages = n_pages;
+    w->job.max_sequence_tokens = MAX_LENGTH;
     w->job.headers = (const uint8_t *)w->header;
     w->job.header_stride_bytes = sizeof w->header[0];
     *dir = (hkv_directory){w->directory.block_page,
@@ -783,6 +785,14 @@ static void spoil_negative_length(world *w)
 {
     w->seq_lens[0] = -5;
 }
+static void spoil_longest(world *w)
+{
+    w->seq_lens[1] = MAX_LENGTH + 1;
+}
+static void spoil_row_tokens(world *w)
+{
+    w->job.batch.max_row_tokens = 19;
+}
 static void spoil_stride(world *w)
 {
     w->job.batch.block_table_stride = 1;
@@ -840,6 +850,9 @@ static void test_refused_batches_change_nothing(void)
         {spoil_total, HKV_PLAN_CU_TOKENS, HKV_ERR_ARGUMENT, 2, "cu_new_tokens", "n_new_tokens = 40; entry 2 is 39"},
         {spoil_length, HKV_PLAN_LENGTH, HKV_ERR_ARGUMENT, 1, "seq_lens", "row 1 has length 19 and 20 new tokens"},
         {spoil_negative_length, HKV_PLAN_LENGTH, HKV_ERR_ARGUMENT, 0, "seq_lens", "length -5"},
+        {spoil_longest, HKV_PLAN_TOO_LONG, HKV_ERR_RANGE, 1, "seq_lens", "1000 tokens that a row can have; row 1"},
+        {spoil_row_tokens, HKV_PLAN_ROW_TOKENS, HKV_ERR_ARGUMENT, 0, "max_row_tokens",
+         "max_row_tokens = 19 must be at least the new tokens of every row; row 0 has 20"},
         {spoil_stride, HKV_PLAN_STRIDE, HKV_ERR_ARGUMENT, 1, "block_table_stride", "row 1 has 2, got 1"},
         {spoil_table, HKV_PLAN_TABLE, HKV_ERR_RANGE, 0, "block_table", "0..31; row 0 names block 32"},
         {spoil_negative_entry, HKV_PLAN_TABLE, HKV_ERR_RANGE, 1, "block_table", "block -1"},
