@@ -175,6 +175,16 @@ static int32_t hot_new_sources(const decode_job *job, const decode_item *item, h
     return n;
 }
 
+static const hkv_cpu_kernels *hot_kernels(const decode_job *job, const decode_item *item, const hkv_cpu_source *sources,
+                                          int32_t n_sources)
+{
+    const hkv_cpu_kernels *kernels = job->step->kernels;
+    if (item_row(job, item)->n_new == 1) return kernels; /* which sees all of them */
+    for (int32_t i = 0; i < n_sources && kernels == job->step->kernels; i++)
+        kernels = hkv_cpu_new_kernels(job->step, &sources[i], 0, sources[i].n_tokens);
+    return kernels;
+}
+
 static int32_t hot_page_source(const decode_job *job, const decode_item *item, int32_t block, hkv_cpu_source *source)
 {
     if (block < item->first_block || hkv_plan_hot_page(&job->step->group->plan, item->tile.row, block) < 0) return 0;
@@ -202,8 +212,9 @@ static void item_attend_hot(const decode_job *job, decode_item *item)
     int32_t blocks[HOT_SOURCES], n_rows = item->query.n_rows;
     float lse[HOT_SOURCES * CHUNK_ROWS];
     int32_t n = hot_new_sources(job, item, sources, blocks);
+    const hkv_cpu_kernels *kernels = hot_kernels(job, item, sources, n);
     n += hot_page_sources(job, item, sources + n, blocks + n);
-    job->step->kernels->decode(&item->query, sources, n, &item->state, NULL, job->has_mass ? lse : NULL);
+    kernels->decode(&item->query, sources, n, &item->state, NULL, job->has_mass ? lse : NULL);
     for (int32_t i = 0; i < n; i++) {
         if (job->has_mass) block_lse_add(item, blocks[i], lse + (size_t)i * (size_t)n_rows);
         item->total.n_bytes += (int64_t)sources[i].n_tokens * f->row_bytes;

@@ -70,10 +70,13 @@ static void add_new_tokens(const prefill_job *job, const hkv_cpu_tile *tile, con
                            hkv_cpu_state *state)
 {
     int32_t end = tile->first_token + tile->n_tokens, window = job->step->group->window_tokens, first = 0;
+    int32_t first_hidden; /* from here on some query of the tile does not see a token */
     hkv_cpu_source source;
     if (window > 0 && tile->first_token - window + 1 > 0) first = tile->first_token - window + 1;
+    first_hidden = window > 0 ? first : tile->first_token;
     hkv_cpu_new_source(job->step, tile->row, tile->kv_head, first, end - first, &source);
-    job->step->kernels->prefill(query, &source, 1, state);
+    hkv_cpu_new_kernels(job->step, &source, first_hidden - first, end - first_hidden)
+        ->prefill(query, &source, 1, state);
 }
 
 static hkv_cpu_tile tile_of(const prefill_job *job, int64_t tile_idx)

@@ -159,3 +159,28 @@ void hkv_cpu_new_source(const hkv_cpu_step *step, int32_t row, int32_t kv_head, 
         .logical_block = -1,
     };
 }
+
+/* No exponent is all ones. */
+static int elements_are_finite(hkv_dtype dtype, const uint8_t *elements, int32_t n)
+{
+    const uint16_t exponent = dtype == HKV_F16 ? 0x7c00 : 0x7f80; /* of the upper half of an element */
+    const size_t element_bytes = hkv_dtype_bytes(dtype);
+    int is_finite = 1;
+    for (int32_t i = 0; i < n; i++) {
+        uint16_t upper;
+        memcpy(&upper, elements + (size_t)(i + 1) * element_bytes - sizeof upper, sizeof upper); /* little-endian */
+        is_finite &= (upper & exponent) != exponent;
+    }
+    return is_finite;
+}
+
+const hkv_cpu_kernels *hkv_cpu_new_kernels(const hkv_cpu_step *step, const hkv_cpu_source *source, int32_t first,
+                                           int32_t n_tokens)
+{
+    const hkv_format *f = &step->group->format;
+    for (int32_t t = first; t < first + n_tokens; t++)
+        if (!elements_are_finite((hkv_dtype)f->dtype, (const uint8_t *)source->v + t * source->v_stride_bytes,
+                                 f->head_dim))
+            return &hkv_cpu_reference;
+    return step->kernels;
+}

@@ -93,6 +93,11 @@ int hkv_cpu_block_source(const hkv_cpu_step *step, int32_t row, int32_t kv_head,
 /* New tokens first .. first + n - 1 of a row. */
 void hkv_cpu_new_source(const hkv_cpu_step *step, int32_t row, int32_t kv_head, int32_t first_token, int32_t n_tokens,
                         hkv_cpu_source *source);
+/* What attends such a source. Fast kernels multiply the value of a token that a query must not see by 0, which leaves
+ * NaN of a value that is not finite: if one of the source's tokens first .. first + n - 1 has such a value, the
+ * reference takes over. */
+const hkv_cpu_kernels *hkv_cpu_new_kernels(const hkv_cpu_step *step, const hkv_cpu_source *source, int32_t first,
+                                           int32_t n_tokens);
 
 HKV_INLINE int32_t hkv_cpu_row_block(const hkv_cpu_step *step, int32_t row, int32_t block)
 {
