@@ -54,6 +54,9 @@ typedef struct hkv_segment {
     int32_t seal;    /* 1 = the block is full: write its record */
     int32_t restart; /* 1 = the header is cleared (offset 0, or content from another block) */
     uint32_t stamp;
+    /* The same in every segment of a step: 1 = some segment overwrites what another one restores from. Only then must
+     * all restores be over before anything is written; else every segment can be carried out on its own. */
+    int32_t is_entangled;
 } hkv_segment;
 
 /* An unsealed page that gives way: its tokens are written to the record first. */
@@ -140,10 +143,10 @@ HKV_INLINE int32_t hkv_header_n_tokens(const hkv_record_header *header, int32_t 
 
 /* --------------------------------------------------------------------------------------------------------- the team */
 
-enum { /* team.shared: sums of the step, then scratch of hkv_team_scan */
+enum { /* team.shared: sums of the step, then scratch of hkv_team_rank */
        HKV_TALLY_FAULTS,
-       HKV_TALLY_TABLE_WIDTH, /* most blocks of a row */
-       HKV_TALLY_TOKENS,      /* appended */
+       HKV_TALLY_ENTANGLED, /* see hkv_segment */
+       HKV_TALLY_TOKENS,    /* appended */
        HKV_TALLY_SEALED,
        HKV_TALLY_DIRECT,
        HKV_TALLY_RESTORED,
@@ -174,31 +177,24 @@ HKV_INLINE void hkv_team_sync(const hkv_team *team)
 #endif
 }
 
-/* Sum of the values of the lanes below this one; *total of all. Every lane must call it. */
-HKV_INLINE int32_t hkv_team_scan(const hkv_team *team, int32_t value, int32_t *total)
+/* Lanes below this one whose flag (0 or 1) is set; *total of all. Every lane must call it. */
+HKV_INLINE int32_t hkv_team_rank(const hkv_team *team, int32_t flag, int32_t *total)
 {
 #ifdef __CUDA_ARCH__
     int32_t *warp_sums = team->shared + HKV_TALLY_COUNT;
-    int32_t warp_lane = team->lane & 31, warp = team->lane >> 5, n_warps = team->n_lanes >> 5;
-    int32_t sum = value, before = 0;
-    for (int32_t distance = 1; distance < 32; distance *= 2) {
-        int32_t other = __shfl_up_sync(0xffffffffu, sum, (unsigned)distance);
-        if (warp_lane >= distance) sum += other;
-    }
-    if (warp_lane == 31) warp_sums[warp] = sum;
+    int32_t warp_lane = team->lane & 31, warp = team->lane >> 5, of_warp;
+    unsigned flags = __ballot_sync(0xffffffffu, flag);
+    if (warp_lane == 0) warp_sums[warp] = __popc(flags);
     __syncthreads();
-    *total = 0;
-    for (int32_t w = 0; w < n_warps; w++) {
-        if (w < warp) before += warp_sums[w];
-        *total += warp_sums[w];
-    }
+    of_warp = warp_lane < team->n_lanes >> 5 ? warp_sums[warp_lane] : 0;
     __syncthreads();
-    return before + sum - value;
+    *total = __reduce_add_sync(0xffffffffu, of_warp);
+    return __reduce_add_sync(0xffffffffu, warp_lane < warp ? of_warp : 0) + __popc(flags & ((1u << warp_lane) - 1u));
 #elif defined(HKV_TEST_TEAM)
-    return hkv_test_team_scan(team->lane, team->n_lanes, value, total);
+    return hkv_test_team_rank(team->lane, team->n_lanes, flag, total);
 #else
     (void)team;
-    *total = value;
+    *total = flag;
     return 0;
 #endif
 }
@@ -446,7 +442,6 @@ HKV_INLINE void hkv_plan_make_row(const hkv_plan_job *job, const hkv_team *team,
         hkv_plan_fail(job, team, HKV_PLAN_ROW_TOKENS, r, row->n_new, batch->max_row_tokens);
     if (n_blocks > batch->block_table_stride)
         hkv_plan_fail(job, team, HKV_PLAN_STRIDE, r, n_blocks, batch->block_table_stride);
-    hkv_team_max(&team->shared[HKV_TALLY_TABLE_WIDTH], n_blocks);
     if (!job->is_quantized) return; /* everything is read like a hot page */
     row->window_first = hkv_plan_window_first(length, job->hot_tokens, job->block_tokens);
     row->n_window = n_blocks - row->window_first;
@@ -460,24 +455,36 @@ HKV_INLINE int32_t hkv_plan_row_n_blocks(const hkv_plan_job *job, int32_t r)
     return row->n_new > 0 && row->length > 0 ? (row->length - 1) / job->block_tokens + 1 : 0;
 }
 
-/* Visit all table entries of the step: fail for one outside the pool, or mark the page of its block. */
+/* Entries of a row's table at `first`, `first + step`, ...: 1 if one lies outside the pool. Loads do not wait for each
+ * other. */
+HKV_INLINE int32_t hkv_plan_has_stray_entry(const hkv_plan_job *job, const int32_t *table, int32_t n, int32_t first,
+                                            int32_t step)
+{
+    int32_t is_stray = 0;
+    for (int32_t i = first; i < n; i += step) is_stray |= (uint32_t)table[i] >= (uint32_t)job->n_blocks;
+    return is_stray;
+}
+
+/* Visit all table entries of the step: fail for one outside the pool, or mark the page of its block. As many lanes for
+ * every row. */
 HKV_INLINE void hkv_plan_walk_tables(const hkv_plan_job *job, const hkv_team *team, int32_t is_check)
 {
-    int32_t width = team->shared[HKV_TALLY_TABLE_WIDTH], r, i;
-    if (width == 0) return;
-    r = team->lane / width;
-    i = team->lane % width;
-    while (r < job->batch.n_rows) {
-        if (i < hkv_plan_row_n_blocks(job, r)) {
-            int32_t block = hkv_plan_table_entry(job, r, i);
+    int32_t n_rows = job->batch.n_rows, n_warps = team->n_lanes > 32 ? team->n_lanes / 32 : 1;
+    int32_t n_groups = n_rows < n_warps ? n_rows : n_warps, step = team->n_lanes / (n_groups > 0 ? n_groups : 1);
+    int32_t first = team->lane % step;
+    if (team->lane / step >= n_groups) return;
+    for (int32_t r = team->lane / step; r < n_rows; r += n_groups) {
+        const int32_t *table = job->batch.block_table + r * job->batch.block_table_stride;
+        int32_t n = hkv_plan_row_n_blocks(job, r);
+        if (is_check && !hkv_plan_has_stray_entry(job, table, n, first, step)) continue;
+        for (int32_t i = first; i < n; i += step) {
             if (!is_check) {
-                int32_t page = job->directory.block_page[block];
+                int32_t page = job->directory.block_page[table[i]];
                 if (page >= 0) hkv_team_or(&job->directory.page_role[page], HKV_PAGE_IN_TABLE);
-            } else if (block < 0 || block >= job->n_blocks) {
-                hkv_plan_fail(job, team, HKV_PLAN_TABLE, r, block, job->n_blocks);
+            } else if (table[i] < 0 || table[i] >= job->n_blocks) {
+                hkv_plan_fail(job, team, HKV_PLAN_TABLE, r, table[i], job->n_blocks);
             }
         }
-        for (i += team->n_lanes; i >= width; i -= width) r++;
     }
 }
 
@@ -543,7 +550,7 @@ HKV_INLINE void hkv_plan_make_segments(const hkv_plan_job *job, const hkv_team *
                        (slot + 1) % job->block_tokens == 0;
             }
         }
-        s = n_segments + hkv_team_scan(team, starts, &n_starts) + starts - 1;
+        s = n_segments + hkv_team_rank(team, starts, &n_starts) + starts - 1;
         n_segments += n_starts;
         if (s >= job->plan.max_segments) continue; /* refused below */
         if (starts) hkv_plan_open_segment(job, team, s, r, token, slot);
@@ -698,10 +705,10 @@ HKV_INLINE int32_t hkv_plan_number_segments(const hkv_plan_job *job, const hkv_t
             claims = job->plan.segments[s].page == HKV_PLAN_CLAIM;
             is_new = job->plan.segments[s].stamp == 0;
         }
-        rank = n_claims + hkv_team_scan(team, claims, &n);
+        rank = n_claims + hkv_team_rank(team, claims, &n);
         if (claims) job->plan.claims[rank] = s;
         n_claims += n;
-        rank = hkv_team_scan(team, is_new, &n);
+        rank = hkv_team_rank(team, is_new, &n);
         if (is_new) {
             uint32_t own = stamp + (uint32_t)rank;
             job->plan.segments[s].stamp = own < stamp ? own + 1u : own; /* 0 is no stamp */
@@ -724,7 +731,7 @@ HKV_INLINE int32_t hkv_plan_take_free(const hkv_plan_job *job, const hkv_team *t
     for (int32_t base = 0; base < job->n_pages && n_free < n_claims; base += team->n_lanes) {
         int32_t page = base + team->lane, n, rank;
         int32_t is_free = page < job->n_pages && hkv_plan_page_is_free(job, page);
-        rank = n_free + hkv_team_scan(team, is_free, &n);
+        rank = n_free + hkv_team_rank(team, is_free, &n);
         if (is_free && rank < n_claims) job->plan.segments[job->plan.claims[rank]].page = page;
         n_free += n;
     }
@@ -882,6 +889,29 @@ HKV_INLINE void hkv_plan_write_directory(const hkv_plan_job *job, const hkv_team
     }
 }
 
+/* 1 if another segment of this step writes over what segment s restores from, or over the header that tells it what is
+ * there. */
+HKV_INLINE int32_t hkv_plan_is_overwritten(const hkv_plan_job *job, uint32_t step, int32_t s)
+{
+    const hkv_segment *reader = &job->plan.segments[s];
+    if (reader->n_held == 0 || reader->restore_block == reader->block) return 0;
+    if (job->directory.block_step[reader->restore_block] != step) return 0;
+    if (job->is_quantized && reader->restore_page < 0) return 1;
+    for (int32_t i = 0; i < *job->plan.n_segments; i++) {
+        const hkv_segment *writer = &job->plan.segments[i];
+        if (writer->block == reader->restore_block && writer->offset < reader->n_held) return 1;
+    }
+    return 0;
+}
+
+HKV_INLINE void hkv_plan_find_entangled(const hkv_plan_job *job, const hkv_team *team, uint32_t step)
+{
+    HKV_FOR(s, *job->plan.n_segments, team)
+        if (hkv_plan_is_overwritten(job, step, s)) hkv_team_max(&team->shared[HKV_TALLY_ENTANGLED], 1);
+    hkv_team_sync(team);
+    HKV_FOR(s, *job->plan.n_segments, team) job->plan.segments[s].is_entangled = team->shared[HKV_TALLY_ENTANGLED];
+}
+
 /* --------------------------------------------------------------------------------- phase 6: what each row reads hot */
 
 HKV_INLINE void hkv_plan_make_hot_pages(const hkv_plan_job *job, const hkv_team *team)
@@ -986,6 +1016,7 @@ HKV_INLINE void hkv_plan_step(const hkv_plan_job *job, const hkv_team *team)
         HKV_FOR(s, *job->plan.n_segments, team) hkv_plan_classify_rows(job, s);
     }
     hkv_team_sync(team);
+    hkv_plan_find_entangled(job, team, step);
     hkv_plan_make_hot_pages(job, team); /* phase 6 */
     hkv_plan_tally_segments(job, team);
     hkv_team_sync(team);

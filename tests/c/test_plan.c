@@ -175,19 +175,37 @@ static void write_segment(world *w, const hkv_segment *s)
     header->n_valid_tokens = (uint16_t)(n_before < s->offset ? n_before : s->offset);
 }
 
-/* docs/transitions.md, "Per layer". All restores read before any page is written, as on a device they may. */
+/* Save the page that a segment's claim took over, and bring what came before its tokens. */
+static void prepare_segment(world *w, const hkv_segment *s)
+{
+    for (int32_t i = 0; i < w->n_victims; i++) {
+        const hkv_victim *victim = &w->victims[i];
+        if (victim->page == s->page)
+            write_record(w, victim->block, victim->stamp, victim->n_tokens, w->page[victim->page]);
+    }
+    if (s->n_restore > 0) restore(w, s);
+}
+
+static void append_segment(world *w, const hkv_segment *s)
+{
+    write_segment(w, s);
+    if (s->seal)
+        write_record(w, s->block, s->stamp, w->block_tokens,
+                     s->page >= 0 ? w->page[s->page] : w->tokens + s->first_token);
+}
+
+/* docs/transitions.md, "Per layer". Segments that are not entangled are carried out one by one, the last one first. */
 static void attend(world *w)
 {
     if (w->n_segments > 0) w->is_appended = 1;
-    for (int32_t i = 0; i < w->n_victims; i++)
-        write_record(w, w->victims[i].block, w->victims[i].stamp, w->victims[i].n_tokens, w->page[w->victims[i].page]);
-    for (int32_t i = 0; i < w->n_segments; i++)
-        if (w->segments[i].n_restore > 0) restore(w, &w->segments[i]);
-    for (int32_t i = 0; i < w->n_segments; i++) write_segment(w, &w->segments[i]);
-    for (int32_t i = 0; i < w->n_segments; i++) {
-        const hkv_segment *s = &w->segments[i];
-        const int32_t *tokens = s->page >= 0 ? w->page[s->page] : w->tokens + s->first_token;
-        if (s->seal) write_record(w, s->block, s->stamp, w->block_tokens, tokens);
+    if (w->n_segments > 0 && w->segments[0].is_entangled) {
+        for (int32_t i = 0; i < w->n_segments; i++) prepare_segment(w, &w->segments[i]);
+        for (int32_t i = 0; i < w->n_segments; i++) append_segment(w, &w->segments[i]);
+        return;
+    }
+    for (int32_t i = w->n_segments - 1; i >= 0; i--) {
+        prepare_segment(w, &w->segments[i]);
+        append_segment(w, &w->segments[i]);
     }
 }
 

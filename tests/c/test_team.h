@@ -18,7 +18,7 @@ static struct {
     char stack[N_LANES][LANE_STACK];
     int64_t n_syncs[N_LANES];
     int32_t is_running[N_LANES];
-    int32_t scan_values[N_LANES];
+    int32_t flags[N_LANES];
     int64_t n_rounds;
 } team_of_test;
 
@@ -28,14 +28,14 @@ static void hkv_test_team_sync(int32_t lane)
     swapcontext(&team_of_test.lane[lane], &team_of_test.scheduler);
 }
 
-static int32_t hkv_test_team_scan(int32_t lane, int32_t n_lanes, int32_t value, int32_t *total)
+static int32_t hkv_test_team_rank(int32_t lane, int32_t n_lanes, int32_t flag, int32_t *total)
 {
     int32_t before = 0, sum = 0;
-    team_of_test.scan_values[lane] = value;
+    team_of_test.flags[lane] = flag;
     hkv_test_team_sync(lane);
     for (int32_t i = 0; i < n_lanes; i++) {
-        if (i < lane) before += team_of_test.scan_values[i];
-        sum += team_of_test.scan_values[i];
+        if (i < lane) before += team_of_test.flags[i];
+        sum += team_of_test.flags[i];
     }
     hkv_test_team_sync(lane);
     *total = sum;
