@@ -1,0 +1,409 @@
+/* prefill_tiles.cuh - what a block of threads works on in prefill: a tile of queries, the tiles of keys that it sees,
+ * and how keys and values come into shared memory.
+ *
+ * The G query heads of a KV head are packed with the tokens: query row i of a batch row is head i % G of query token
+ * i / G. So a tile of keys meets as many query rows as possible whatever G is, and nothing is padded but the last tile.
+ *
+ * Tiles in shared memory consist of panels, rows of 64 16-bit elements (128 bytes) whose 16-byte chunks are XORed with
+ * the row's number: what ldmatrix reads without conflicts and what wgmma calls the 128-byte swizzle.
+ *   keys             [panel of 64 channels][72 rows: 64 tokens, zero, scale, 6 unused]
+ *   values of rows   [panel of 64 channels][64 tokens]
+ *   values of records  one panel, [channel][64 tokens]: the order in which a record's words unpack
+ */
+#ifndef HKV_CUDA_PREFILL_TILES_CUH
+#define HKV_CUDA_PREFILL_TILES_CUH
+
+#include "format.cuh"
+#include "prefill.cuh"
+
+namespace hkv
+{
+
+constexpr int kPanelBytes = 128; /* of a row */
+constexpr int kKeyRows = kBlockTokens + 8;
+constexpr int kKeyPanel = kKeyRows * kPanelBytes;
+constexpr int kValuePanel = kBlockTokens * kPanelBytes;
+
+/* Bytes of a tile of keys and of one of values. */
+__host__ __device__ constexpr int key_tile_bytes(int dim)
+{
+    return (dim + 63) / 64 * kKeyPanel;
+}
+__host__ __device__ constexpr int value_tile_bytes(int dim)
+{
+    return (dim + 63) / 64 * kValuePanel;
+}
+
+/* Byte of a panel where chunk `chunk` (0..7) of a row lies. */
+__device__ __forceinline__ uint32_t panel_offset(int row, int chunk)
+{
+    return static_cast<uint32_t>(row * kPanelBytes + ((chunk ^ (row & 7)) << 4));
+}
+/* Byte of a tile of several panels where chunk `chunk` of a row lies. */
+__device__ __forceinline__ uint32_t tile_offset(int panel_bytes, int row, int chunk)
+{
+    return static_cast<uint32_t>(chunk / 8 * panel_bytes) + panel_offset(row, chunk & 7);
+}
+
+/* ------------------------------------------------------------------------------------------------------ query tiles */
+
+/* Query rows first_query .. first_query + n_queries - 1 of a batch row, for one KV head. */
+struct QueryTile {
+    int row, head;
+    int first_query, n_queries;
+    int n_older, n_new, first_token;
+};
+
+__host__ __device__ inline int64_t n_query_tiles(int64_t n_new, int group, int tile_queries)
+{
+    return (n_new * group + tile_queries - 1) / tile_queries;
+}
+/* Tiles that the rows of a step can have at most, for one KV head. */
+inline int64_t max_query_tiles(const PrefillParams &p, int tile_queries)
+{
+    const int64_t n_prefilled = min(p.n_rows, p.n_new_tokens / (HKV_DECODE_MAX_TOKENS + 1));
+    return static_cast<int64_t>(p.n_new_tokens) * p.group / tile_queries + n_prefilled;
+}
+
+/* By a whole warp: tile `index` of the step, false if there are fewer. Neighbours in index are the KV heads of one
+ * tile; the tiles of a row come last first, because the last ones see the most keys. */
+__device__ inline bool find_query_tile(const PrefillParams &p, int index, int tile_queries, int lane, QueryTile *tile)
+{
+    const int wanted = index / p.layer.n_kv_heads;
+    int before = 0;
+    for (int base = 0; base < p.n_rows; base += 32) {
+        const int n_new = base + lane < p.n_rows ? p.plan.rows[base + lane].n_new : 0;
+        const int n = n_new > HKV_DECODE_MAX_TOKENS ? static_cast<int>(n_query_tiles(n_new, p.group, tile_queries)) : 0;
+        int end = n;
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int other = __shfl_up_sync(kFullWarp, end, static_cast<unsigned>(distance));
+            if (lane >= distance) end += other;
+        }
+        end += before;
+        const unsigned behind = __ballot_sync(kFullWarp, wanted < end);
+        before = __shfl_sync(kFullWarp, end, 31);
+        if (!behind) continue;
+        const int owner = __ffs(static_cast<int>(behind)) - 1, last = __shfl_sync(kFullWarp, end, owner) - 1;
+        const hkv_plan_row row = p.plan.rows[base + owner];
+        tile->row = base + owner;
+        tile->head = index % p.layer.n_kv_heads;
+        tile->first_query = (last - wanted) * tile_queries;
+        tile->n_queries = min(tile_queries, row.n_new * p.group - tile->first_query);
+        tile->n_older = row.length - row.n_new;
+        tile->n_new = row.n_new;
+        tile->first_token = row.first_token;
+        return true;
+    }
+    return false;
+}
+
+/* Where query row `query` of the tile's batch row lies in an array of [tokens, query heads, D]. */
+__device__ __forceinline__ int64_t query_offset(const PrefillParams &p, const QueryTile &tile, int query,
+                                                int64_t stride_token, int64_t stride_head)
+{
+    return (tile.first_token + query / p.group) * stride_token + (tile.head * p.group + query % p.group) * stride_head;
+}
+
+/* -------------------------------------------------------------------------------------------------------- key tiles */
+
+enum KeyKind { kKeyEnd, kKeyRecord, kKeyPage, kKeyCall };
+
+/* Up to 64 consecutive keys of the sequence. */
+struct KeyTile {
+    int kind;
+    int position; /* of the first */
+    int n_tokens; /* that there are; of a record: before its header is looked at */
+    const uint8_t *source;
+};
+
+/* The keys that a query tile sees: first the records (bits 0: the blocks), then hot pages, then the call's own. Every
+ * call is by a whole warp. */
+class KeyWalk
+{
+  public:
+    __device__ KeyWalk(const PrefillParams &p, const QueryTile &tile, int lane) : p_(p), tile_(tile), lane_(lane)
+    {
+        const int first_token = tile.first_query / p.group;
+        oldest_ = p.window_tokens > 0 ? max(0, tile.n_older + first_token + 1 - p.window_tokens) : 0;
+        base_ = oldest_ / kBlockTokens;
+        next_new_ = max(oldest_ - tile.n_older, 0);
+    }
+    __device__ KeyTile next()
+    {
+        KeyTile keys;
+        if (next_record(&keys) || next_page(&keys) || next_new(&keys)) return keys;
+        return {kKeyEnd, 0, 0, nullptr};
+    }
+
+  private:
+    __device__ __forceinline__ int hot_page(int block) const
+    {
+        return p_.layer.format.bits ? hkv_plan_hot_page(&p_.plan, tile_.row, block) : -1;
+    }
+    /* Blocks are looked up 32 at a time, a lane each. */
+    __device__ bool next_record(KeyTile *keys)
+    {
+        const int n_blocks = (tile_.n_older + kBlockTokens - 1) / kBlockTokens;
+        while (!found_) {
+            if (base_ >= n_blocks) return false;
+            const int mine = base_ + lane_;
+            id_ = 0;
+            if (mine < n_blocks && hot_page(mine) < 0) id_ = p_.block_table[tile_.row * p_.block_table_stride + mine];
+            if (id_ < 0 || id_ >= p_.layer.n_blocks) id_ = 0;
+            found_ = __ballot_sync(kFullWarp, id_ != 0);
+            base_ += 32;
+        }
+        const int i = __ffs(static_cast<int>(found_)) - 1, block = base_ - 32 + i;
+        found_ &= found_ - 1;
+        keys->kind = p_.layer.format.bits ? kKeyRecord : kKeyPage;
+        keys->position = block * kBlockTokens;
+        keys->n_tokens = min(kBlockTokens, tile_.n_older - keys->position);
+        keys->source = p_.layer.record(__shfl_sync(kFullWarp, id_, i), tile_.head);
+        return true;
+    }
+    __device__ bool next_page(KeyTile *keys)
+    {
+        const hkv_plan_row &row = p_.plan.rows[tile_.row];
+        const int n_listed = p_.layer.format.bits ? row.n_sinks + row.n_window : 0;
+        while (next_page_ < n_listed) {
+            const int i = next_page_++, block = hkv_plan_row_block(&row, i);
+            const int page = p_.plan.hot_pages[tile_.row * static_cast<int64_t>(p_.plan.hot_stride) + i];
+            keys->position = block * kBlockTokens;
+            if (page < 0 || keys->position >= tile_.n_older || keys->position + kBlockTokens <= oldest_) continue;
+            keys->kind = kKeyPage;
+            keys->n_tokens = min(min(kBlockTokens, tile_.n_older - keys->position), p_.page_n_tokens[page]);
+            keys->source = p_.layer.hot_page(page, tile_.head);
+            if (keys->n_tokens > 0) return true;
+        }
+        return false;
+    }
+    __device__ bool next_new(KeyTile *keys)
+    {
+        const int end = (tile_.first_query + tile_.n_queries - 1) / p_.group + 1;
+        if (next_new_ >= end) return false;
+        *keys = {kKeyCall, tile_.n_older + next_new_, min(kBlockTokens, end - next_new_), nullptr};
+        next_new_ += kBlockTokens;
+        return true;
+    }
+
+    const PrefillParams &p_;
+    const QueryTile &tile_;
+    int lane_;
+    int oldest_;         /* key that any query of the tile sees */
+    int base_, id_ = 0;  /* next 32 blocks; this lane's of the last 32 */
+    unsigned found_ = 0; /* of the last 32: those still to come */
+    int next_page_ = 0;  /* in the row's list of hot pages */
+    int next_new_;       /* token of the call */
+};
+
+/* ------------------------------------------------------------------------------------------- rows into shared memory
+ */
+
+/* Start copying 16 bytes, or zeros. Complete after wait_copies by the same thread. */
+__device__ __forceinline__ void copy_chunk(uint32_t dst, const void *src, bool is_there)
+{
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(is_there ? 16 : 0)
+                 : "memory");
+}
+__device__ __forceinline__ void commit_copies()
+{
+    asm volatile("cp.async.commit_group;" ::: "memory");
+}
+/* Until at most kPending of this thread's groups are under way. */
+template <int kPending> __device__ __forceinline__ void wait_copies()
+{
+    asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+}
+
+/* K (is_v 0) or V of a tile of rows, zeros where there is no token or channel. By n_threads threads. */
+__device__ inline void copy_rows(const PrefillParams &p, const QueryTile &tile, const KeyTile &keys, bool is_v,
+                                 int stored_dim, uint32_t dst, int thread, int n_threads)
+{
+    const int n_chunks = stored_dim / 8, panel = is_v ? kValuePanel : kKeyPanel;
+    const NewTokens &new_tokens = p.tokens;
+    const int64_t stride = is_v ? new_tokens.v_stride_token : new_tokens.k_stride_token;
+    const uint16_t *rows = static_cast<const uint16_t *>(is_v ? new_tokens.v : new_tokens.k) +
+                           (tile.first_token + keys.position - tile.n_older) * stride +
+                           tile.head * (is_v ? new_tokens.v_stride_head : new_tokens.k_stride_head);
+    const bool is_call = keys.kind == kKeyCall;
+    const int n_there = is_call ? p.layer.format.head_dim / 8 : n_chunks;
+    for (int i = thread; i < kBlockTokens * n_chunks; i += n_threads) {
+        const int token = i / n_chunks, chunk = i % n_chunks;
+        const bool is_there = token < keys.n_tokens && chunk < n_there;
+        const void *src = p.q; /* any valid address */
+        if (is_there)
+            src = is_call
+                      ? static_cast<const void *>(rows + token * stride + chunk * 8)
+                      : keys.source + (token * 4 * stored_dim + (((is_v ? n_chunks : 0) + chunk) ^ (token & 7)) * 16);
+        copy_chunk(dst + tile_offset(panel, token, chunk), src, is_there);
+    }
+}
+
+/* ---------------------------------------------------------------------------------------- records into shared memory
+ */
+
+/* Four 8 x 8 matrices of 16-bit elements held two a lane, to the row addresses of load_matrices: lane l's is row l % 8
+ * of matrix l / 8. */
+__device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&a)[4], int lane)
+{
+#if HKV_HAS_BULK
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a[0]), "r"(a[1]),
+                 "r"(a[2]), "r"(a[3])
+                 : "memory");
+#else
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const uint32_t row = __shfl_sync(kFullWarp, address, 8 * i + lane / 4);
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + 4 * (lane % 4)), "r"(a[i]) : "memory");
+    }
+#endif
+}
+
+/* Codes of a word of both planes as pairs of halves, `offset` (a pair of halves) taken off. */
+__device__ __forceinline__ void unpack_halves(uint32_t high, uint32_t low, uint32_t offset, uint32_t (&a)[4])
+{
+    const uint32_t upper = select_bits(0xF0F0F0F0u, high, low >> 4);
+    const uint32_t lower = select_bits(0xF0F0F0F0u, high << 4, low);
+    a[0] = __byte_perm(upper, 0x64646464u, 0x4240); /* 1024 + code */
+    a[1] = __byte_perm(upper, 0x64646464u, 0x4341);
+    a[2] = __byte_perm(lower, 0x64646464u, 0x4240);
+    a[3] = __byte_perm(lower, 0x64646464u, 0x4341);
+#pragma unroll
+    for (int i = 0; i < 4; i++) a[i] = bits_of(__hsub2(half2_of(a[i]), half2_of(offset)));
+}
+constexpr uint32_t kOffsetCentred = 0x64806480u; /* 1152: codes less 128 */
+constexpr uint32_t kOffsetPlain = 0x64006400u;   /* 1024 */
+constexpr uint32_t kNoLow = 0x88888888u;         /* what an absent low plane reads as */
+
+/* A record's payload, wherever it is. */
+struct RecordView {
+    const uint8_t *record;
+    int stored_dim, planes, n_tokens;
+
+    __device__ __forceinline__ int plane_bytes() const
+    {
+        return kBlockTokens / 2 * stored_dim;
+    }
+    __device__ __forceinline__ const uint8_t *k_params() const
+    {
+        return record + sizeof(hkv_record_header);
+    }
+    __device__ __forceinline__ const uint8_t *k_high() const
+    {
+        return k_params() + 4 * stored_dim;
+    }
+    __device__ __forceinline__ const uint8_t *v_params() const
+    {
+        return k_high() + plane_bytes();
+    }
+    __device__ __forceinline__ const uint8_t *v_high() const
+    {
+        return v_params() + 4 * kBlockTokens * ((stored_dim + HKV_VALUE_GROUP - 1) / HKV_VALUE_GROUP);
+    }
+    __device__ __forceinline__ const uint8_t *k_low() const
+    {
+        return v_high() + plane_bytes();
+    }
+    __device__ __forceinline__ const uint8_t *v_low() const
+    {
+        return k_low() + plane_bytes();
+    }
+};
+
+/* Part (step group, token tile) `unit` of a record's planes: words of both, for four steps of 16 channels. */
+struct PlaneWords {
+    uint32_t high[4], low[4];
+
+    __device__ __forceinline__ PlaneWords(const uint8_t *high_plane, const uint8_t *low_plane, bool has_low,
+                                          int stored_dim, int group, int tile, int lane)
+    {
+        const bool is_short = group * 64 + 64 > stored_dim;
+        const int at = tile * 8 * stored_dim;
+        const uint4 h = load_plane(high_plane + at, group, lane, is_short);
+        const uint4 l =
+            has_low ? load_plane(low_plane + at, group, lane, is_short) : make_uint4(kNoLow, kNoLow, kNoLow, kNoLow);
+        high[0] = h.x, high[1] = h.y, high[2] = h.z, high[3] = h.w;
+        low[0] = l.x, low[1] = l.y, low[2] = l.z, low[3] = l.w;
+    }
+};
+
+/* Units [first, end) of a record's keys as halves (code - 128) * scale, by one warp; who has the first tile of a step
+ * group also writes its zeros and scales as rows 64 and 65. Unit u is step group u / 4, token tile u % 4. */
+__device__ inline void unpack_keys(const RecordView &view, uint32_t dst, int first, int end, int lane)
+{
+    const int matrix = lane / 8;
+    for (int unit = first; unit < end; unit++) {
+        const int group = unit / kTiles, tile = unit % kTiles;
+        const PlaneWords words(view.k_high(), view.k_low(), view.planes & HKV_PLANE_K_LOW, view.stored_dim, group, tile,
+                               lane);
+        const int row = tile * 16 + matrix % 2 * 8 + lane % 8;
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int step = group * 4 + j;
+            if (step * 16 >= view.stored_dim) break;
+            const uint4 params = *reinterpret_cast<const uint4 *>(view.k_params() + step * 64 + lane % 4 * 16);
+            uint32_t a[4];
+            unpack_halves(words.high[j], words.low[j], kOffsetCentred, a);
+            a[0] = multiply_half2(a[0], params.x);
+            a[1] = multiply_half2(a[1], params.x);
+            a[2] = multiply_half2(a[2], params.z);
+            a[3] = multiply_half2(a[3], params.z);
+            store_matrices(dst + tile_offset(kKeyPanel, row, step * 2 + matrix / 2), a, lane);
+            if (tile == 0 && lane < 8) {
+                const int param_row = kBlockTokens + lane / 4;
+                const uint32_t pair0 = lane < 4 ? params.y : params.x, pair1 = lane < 4 ? params.w : params.z;
+                const uint32_t at = dst + 4 * (lane % 4);
+                asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + tile_offset(kKeyPanel, param_row, step * 2)),
+                             "r"(pair0)
+                             : "memory");
+                asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + tile_offset(kKeyPanel, param_row, step * 2 + 1)),
+                             "r"(pair1)
+                             : "memory");
+            }
+        }
+    }
+}
+
+/* The same of its values, as halves zero + scale * code, rounded once; 0 for tokens that the record does not hold. */
+__device__ inline void unpack_values(const RecordView &view, uint32_t dst, int first, int end, int lane)
+{
+    const int matrix = lane / 8, token = 2 * (lane % 4);
+    for (int unit = first; unit < end; unit++) {
+        const int group = unit / kTiles, tile = unit % kTiles;
+        const PlaneWords words(view.v_high(), view.v_low(), view.planes & HKV_PLANE_V_LOW, view.stored_dim, group, tile,
+                               lane);
+        /* scale t, t+8; zero t, t+8; the same of t+1 */
+        const uint4 params = *reinterpret_cast<const uint4 *>(
+            view.v_params() + group * 64 / HKV_VALUE_GROUP * 4 * kBlockTokens + tile * 64 + token * 8);
+        uint32_t scale[2] = {__byte_perm(params.x, params.z, 0x5410), __byte_perm(params.x, params.z, 0x7632)};
+        uint32_t zero[2] = {__byte_perm(params.y, params.w, 0x5410), __byte_perm(params.y, params.w, 0x7632)};
+#pragma unroll
+        for (int half = 0; half < 2; half++) {
+            const int n = view.n_tokens - tile * 16 - half * 8 - token;
+            const uint32_t there = n >= 2 ? ~0u : n == 1 ? 0xffffu : 0u;
+            scale[half] &= there;
+            zero[half] &= there;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int step = group * 4 + j;
+            if (step * 16 >= view.stored_dim) break;
+            uint32_t a[4];
+            unpack_halves(words.high[j], words.low[j], kOffsetPlain, a);
+#pragma unroll
+            for (int i = 0; i < 4; i++)
+                a[i] = bits_of(__hfma2(half2_of(a[i]), half2_of(scale[i / 2]), half2_of(zero[i / 2])));
+            store_matrices(dst + panel_offset(step * 16 + matrix % 2 * 8 + lane % 8, tile * 2 + matrix / 2), a, lane);
+        }
+    }
+}
+
+/* Units of a record. */
+__device__ __forceinline__ int n_units(int stored_dim)
+{
+    return (stored_dim + 63) / 64 * kTiles;
+}
+
+} // namespace hkv
+
+#endif
