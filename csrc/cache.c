@@ -385,7 +385,8 @@ static hkv_status read_pages(const hkv_cache *c, int32_t layer_idx, hkv_cache_pa
         .n_blocks = g->n_blocks,
         .n_kv_heads = c->options.model.n_kv_heads,
     };
-    return HKV_OK;
+    uint8_t first_byte; /* reading it waits for all work on the device */
+    return c->backend->read(c->options.device_index, &first_byte, pages->base, 1, error);
 }
 
 hkv_status hkv_cache_read_pages(const hkv_cache *c, int32_t layer_idx, hkv_cache_pages *pages, hkv_error *error)

@@ -398,6 +398,22 @@ hkv_status hkv_cache_attend(hkv_cache *c, int32_t layer_idx, const hkv_attend *a
     return status;
 }
 
+static hkv_status mark_attended(hkv_cache *c, hkv_error *error)
+{
+    HKV_TRY(check_open(c, error));
+    for (int32_t layer = 0; layer < c->n_layers; layer++) c->step.is_attended[layer] = true;
+    c->step.n_attended = c->n_layers;
+    return HKV_OK;
+}
+
+hkv_status hkv_cache_mark_attended(hkv_cache *c, hkv_error *error)
+{
+    HKV_TRY(hkv_cache_enter(c, error));
+    hkv_status status = mark_attended(c, error);
+    hkv_cache_leave(c);
+    return status;
+}
+
 static hkv_status end(hkv_cache *c, bool has_failed, hkv_error *error)
 {
     HKV_TRY(check_open(c, error));

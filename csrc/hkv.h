@@ -297,7 +297,8 @@ hkv_status hkv_store_attend(hkv_store *store, int32_t layer_idx, const hkv_atten
 
 /* Dequantise what layer_idx holds of one row of a block table (tokens first_token .. first_token+n_tokens-1) into
  * k_out, v_out [n_tokens, Hkv, D] contiguous in the model's dtype, from the hot zone or the record as the next step
- * would read it for a row of length seq_len. */
+ * would read it for a row of length seq_len. k_out and v_out live on the store's device, block_table on the host. Waits
+ * for the device, so it has no place inside a step that is to be captured. */
 hkv_status hkv_store_read_tokens(hkv_store *store, int32_t layer_idx, const int32_t *block_table, int64_t seq_len,
                                  int64_t first_token, int64_t n_tokens, void *k_out, void *v_out, hkv_error *error);
 
@@ -376,6 +377,9 @@ hkv_status hkv_cache_begin(hkv_cache *cache, const hkv_sequence *sequences, cons
                            const int64_t *token_ids, int64_t clock, void *stream, hkv_error *error);
 /* Attend one layer of the open step; each layer once. */
 hkv_status hkv_cache_attend(hkv_cache *cache, int32_t layer_idx, const hkv_attend *args, hkv_error *error);
+/* Count every layer of the open step as attended: a CUDA graph that holds the attends of all layers, captured in an
+ * earlier step of as many rows and at least as many tokens, was launched in their place. */
+hkv_status hkv_cache_mark_attended(hkv_cache *cache, hkv_error *error);
 /* Close the step. With every layer attended its full blocks become findable; if some layer was not attended (the
  * caller's forward pass failed), the sequences go back to the length they had before the step. */
 hkv_status hkv_cache_end(hkv_cache *cache, hkv_error *error);
@@ -395,8 +399,8 @@ hkv_status hkv_cache_set_tier(hkv_cache *cache, hkv_sequence sequence, int32_t l
                               int64_t logical_block, hkv_tier tier, hkv_error *error);
 
 /* Where the pages of a layer are, for dumps: the record of block b and KV head h is at base + b * block_stride_bytes +
- * h * head_stride_bytes, of record_bytes; n_blocks counts the null block. Device memory on a device; to be read only
- * while no other call runs; valid until hkv_cache_destroy. */
+ * h * head_stride_bytes, of record_bytes; n_blocks counts the null block. Device memory on a device, and all that steps
+ * wrote is there when this returns; to be read only while no other call runs; valid until hkv_cache_destroy. */
 typedef struct hkv_cache_pages {
     const uint8_t *base;
     size_t block_stride_bytes, head_stride_bytes, record_bytes;

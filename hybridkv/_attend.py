@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from . import _core
-from ._arrays import DLPackTensor, empty, framework_of
+from ._arrays import DLPackTensor, empty, framework_of, stream_address
 
 
 class OpenStep(NamedTuple):
@@ -19,6 +19,7 @@ class OpenStep(NamedTuple):
 def attend(
     core: _core.Cache | _core.Store,
     dtype: str,
+    device: str,
     num_kv_heads: int,
     step: OpenStep,
     layer: int,
@@ -33,18 +34,18 @@ def attend(
     return_lse: bool,
     mass: DLPackTensor | None,
     return_mass: bool,
-    stream: int,
+    stream: Any,
 ) -> Any:
     """Append and attend one layer; see `Step.attend`."""
     framework = framework_of(q, dtype)
     shape = tuple(getattr(q, "shape", ()))
     if out is None:
-        out = empty(framework, shape, dtype)
+        out = empty(framework, shape, dtype, device)
     if lse is None and return_lse:
-        lse = empty(framework, shape[:2], "float32")
+        lse = empty(framework, shape[:2], "float32", device)
     if mass is None and return_mass:
-        mass = empty(framework, (step.num_rows, num_kv_heads, step.max_blocks), "float32")
-    core.attend(layer, q, k, v, out, scale, soft_cap, sinks, lse, mass, stream)
+        mass = empty(framework, (step.num_rows, num_kv_heads, step.max_blocks), "float32", device)
+    core.attend(layer, q, k, v, out, scale, soft_cap, sinks, lse, mass, stream_address(stream, device))
     if not (return_lse or return_mass):
         return out
     return (out, *([lse] if return_lse else []), *([mass] if return_mass else []))

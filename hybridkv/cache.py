@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import _core
-from ._arrays import DLPackTensor, dtype_name, empty
+from ._arrays import DLPackTensor, default_framework, device_name, dtype_name, empty, stream_address
 from ._attend import OpenStep, attend
 from ._errors import made
 from .config import HybridConfig
@@ -151,7 +151,7 @@ class Step:
         return_lse: bool = False,
         mass: DLPackTensor | None = None,
         return_mass: bool = False,
-        stream: int = 0,
+        stream: Any = None,
     ) -> Any:
         """Append this step's keys and values to one layer, then attend. Each layer once, in any order.
 
@@ -181,13 +181,16 @@ class Step:
             Receives the share of the softmax on each block of each sequence (decode; zeros for longer chunks).
         return_mass : bool
             Return `mass`, made here if not given.
-        stream : int
-            Address of the CUDA stream to work on; 0 = the default stream.
+        stream : int or stream object, optional
+            CUDA stream to work on, by its address (0 = the default stream) or as an object of torch or any other with
+            ``__cuda_stream__``. None = torch's current stream of the device if torch is in use, else the default one.
+            Work that the producers of the tensors queued comes first. Tensors must live until the stream is done.
 
         Returns
         -------
         out, or (out, lse), (out, mass), (out, lse, mass) as asked for
-            A torch tensor if q is one or the dtype is bfloat16, else a NumPy array.
+            A torch tensor if q is one or the dtype is bfloat16, a CuPy array if q is one, else a NumPy array. On a CUDA
+            device `out` must be given if q is of any other kind.
 
         Raises
         ------
@@ -203,6 +206,7 @@ class Step:
         return attend(
             cache._core,
             cache.dtype,
+            cache.device,
             cache.num_kv_heads,
             self._sizes,
             layer,
@@ -219,6 +223,23 @@ class Step:
             return_mass,
             stream,
         )
+
+    def replay(self, graph: Any) -> None:
+        """Launch a CUDA graph in place of all `attend` calls of the step.
+
+        Capture the graph in an open step, around the `attend` calls of all layers; they compute nothing then, so that
+        step too is to be replayed. The graph serves every later step of as many sequences and at most as many new
+        tokens (of any sequences: one without new tokens is padding), none with more new tokens than the longest row of
+        the captured step had.
+
+        Parameters
+        ----------
+        graph : object with ``replay()``
+            Such as ``torch.cuda.CUDAGraph``. Its stream must come after the one that `Cache.step` worked on.
+        """
+        self._check_open()
+        graph.replay()
+        self._cache._core.mark_attended()
 
     def end(self) -> None:
         """Close the step. If some layer was not attended, the sequences go back to their lengths before it."""
@@ -261,8 +282,8 @@ class Cache:
         16 to 256 in steps of 16.
     dtype : str, torch.dtype or NumPy dtype
         Of queries, keys, values and the hot zone: float16, bfloat16 or float32.
-    device : str
-        Only "cpu" in this build.
+    device : str or torch.device
+        "cpu", "cuda" (the first GPU) or "cuda:N".
     memory_bytes : int, optional
         Hard bound over everything the cache allocates.
     max_tokens : int, optional
@@ -296,7 +317,7 @@ class Cache:
         num_kv_heads: int,
         head_dim: int,
         dtype: Any,
-        device: str = "cpu",
+        device: Any = "cpu",
         memory_bytes: int | None = None,
         max_tokens: int | None = None,
         max_sequences: int = 16,
@@ -307,7 +328,7 @@ class Cache:
     ) -> None:
         self.config = as_config(config)
         self.dtype = dtype_name(dtype)
-        self.device = str(device)
+        self.device = device_name(device)
         self._core = _core.Cache(
             self.config._values,
             dtype=self.dtype,
@@ -385,7 +406,7 @@ class Cache:
         token_ids: Any = None,
         clock: int | None = None,
         *,
-        stream: int = 0,
+        stream: Any = None,
     ) -> Step:
         """Open a step, the cache's side of one forward pass; use it as ``with cache.step(...) as step``.
 
@@ -402,9 +423,9 @@ class Cache:
             With them the blocks can be found again by `add_sequence`.
         clock : int, optional
             Time for access statistics in ms; default: a monotonic clock.
-        stream : int
-            Address of the CUDA stream on which the step is decided, the one of its `Step.attend` calls; 0 = the default
-            stream.
+        stream : int or stream object, optional
+            CUDA stream on which the step is decided, as in `Step.attend`: the same stream, or one that comes before it
+            and after the previous step. Not to be called while the stream is captured.
 
         Raises
         ------
@@ -418,7 +439,9 @@ class Cache:
         ids = self._ids(sequences)
         if clock is None:
             clock = time.monotonic_ns() // 1_000_000
-        total, max_blocks = self._core.begin(ids, num_tokens, flat_tokens(token_ids, num_tokens), clock, stream)
+        tokens = flat_tokens(token_ids, num_tokens)
+        address = stream_address(stream, self.device)
+        total, max_blocks = self._core.begin(ids, num_tokens, tokens, clock, address)
         return Step(self, OpenStep(len(ids), total, max_blocks))
 
     # -------------------------------------------------------------------------------------------------------- content
@@ -437,7 +460,8 @@ class Cache:
         Returns
         -------
         k, v : shape ``[stop - start, Hkv, D]`` in the cache's dtype
-            NumPy arrays, or torch tensors if `framework` is "torch" or the dtype is bfloat16.
+            NumPy arrays, or torch tensors if `framework` is "torch", the dtype is bfloat16 or the device no CPU; they
+            lie where the cache does.
 
         Raises
         ------
@@ -450,9 +474,9 @@ class Cache:
             rule = f"expected 0 <= start <= stop <= {length}, the sequence's length, got start {start} and stop {stop}"
             raise made(_core.ArgumentError, "start", rule)
         if framework is None:
-            framework = "torch" if self.dtype == "bfloat16" else "numpy"
+            framework = default_framework(self.dtype, self.device)
         shape = (stop - start, self.num_kv_heads, self.head_dim)
-        k, v = empty(framework, shape, self.dtype), empty(framework, shape, self.dtype)
+        k, v = (empty(framework, shape, self.dtype, self.device) for _ in range(2))
         self._core.read_tokens(sequence_id, layer, start, stop - start, k, v)
         return k, v
 
@@ -473,7 +497,8 @@ class Cache:
     def export_pages(self, layer: int) -> _core.PagesView:
         """The bytes of a layer, uint8 ``[blocks, Hkv, record_bytes]``, read-only and not copied; for dumps.
 
-        For ``numpy.from_dlpack`` and the like. The memory lives as long as any view of it. ``docs/format.md`` describes
+        For ``numpy.from_dlpack`` and the like; of a cache on a GPU, device memory for ``torch.from_dlpack`` and the
+        like, which waits for the device. The memory lives as long as any view of it. ``docs/format.md`` describes
         what the bytes mean.
         """
         return self._core.export_pages(layer)

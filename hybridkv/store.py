@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from . import _core
-from ._arrays import DLPackTensor, dtype_name, empty
+from ._arrays import DLPackTensor, default_framework, device_name, dtype_name, empty, stream_address
 from ._attend import OpenStep, attend
 from ._errors import made
 from .cache import TIER_NAMES, TIER_NUMBERS, Tier, as_config
@@ -44,8 +44,8 @@ class Store:
         Sliding window of the layers; 0 = none.
     num_hot_pages : int
         0: what guarantees that no running row loses a partly filled hot page.
-    device : str
-        Only "cpu" in this build.
+    device : str or torch.device
+        "cpu", "cuda" (the first GPU) or "cuda:N".
     """
 
     def __init__(
@@ -61,10 +61,11 @@ class Store:
         max_new_tokens: int,
         window_tokens: int = 0,
         num_hot_pages: int = 0,
-        device: str = "cpu",
+        device: Any = "cpu",
     ) -> None:
         self.config = as_config(config)
         self.dtype = dtype_name(dtype)
+        self.device = device_name(device)
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.num_blocks = num_blocks
@@ -73,7 +74,7 @@ class Store:
         self._core = _core.Store(
             self.config._values,
             dtype=self.dtype,
-            device=str(device),
+            device=self.device,
             num_layers=num_layers,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -108,14 +109,16 @@ class Store:
         block_table: Any,
         slot_mapping: Any,
         copy_sources: Any = None,
-        clock: int | None = None,
+        clock: Any = None,
         *,
         max_row_tokens: int = 0,
-        stream: int = 0,
+        stream: Any = None,
     ) -> None:
         """Decide a step of R rows (sequences) and N new tokens: what is claimed, restored, sealed, evicted, read hot.
 
-        All arguments are integers as lists, arrays or tensors.
+        On the CPU all arguments are integers as lists, arrays or tensors. On a CUDA device they are contiguous tensors
+        there, int64 for `slot_mapping` and `clock` and int32 for the others: nothing is copied or read by the host, so
+        a step can be captured in a CUDA graph, and a refused batch is reported by the next call of `begin`.
 
         Parameters
         ----------
@@ -129,15 +132,16 @@ class Store:
             ``physical block * block_size + offset`` of each new token; -1 = do not write.
         copy_sources : shape ``[R]``, optional
             c > 0: the block that row r writes first takes its earlier tokens from block c.
-        clock : int, optional
+        clock : int (CPU) or tensor of shape ``[1]`` (CUDA), optional
             Time for access statistics; None = no statistics in this step.
         max_row_tokens : int
             No row has more new tokens than this; 0 = not known. At most 8 spares a CUDA step the kernels of prefill.
-        stream : int
-            Address of the CUDA stream on which the step is decided; 0 = the default stream.
+        stream : int or stream object, optional
+            CUDA stream on which the step is decided; as in `Step.attend`.
         """
+        address = stream_address(stream, self.device)
         num_tokens, max_blocks = self._core.begin(
-            cu_new_tokens, seq_lens, block_table, slot_mapping, copy_sources, clock, max_row_tokens, stream
+            cu_new_tokens, seq_lens, block_table, slot_mapping, copy_sources, clock, max_row_tokens, address
         )
         self._sizes = OpenStep(len(seq_lens), num_tokens, max_blocks)
 
@@ -156,12 +160,13 @@ class Store:
         return_lse: bool = False,
         mass: DLPackTensor | None = None,
         return_mass: bool = False,
-        stream: int = 0,
+        stream: Any = None,
     ) -> Any:
         """Append this step's keys and values to one layer, then attend; arguments and result as of `Step.attend`."""
         return attend(
             self._core,
             self.dtype,
+            self.device,
             self.num_kv_heads,
             self._sizes,
             layer,
@@ -188,7 +193,7 @@ class Store:
         ----------
         layer : int
         block_table : shape ``[blocks]``
-            The row's physical blocks.
+            The row's physical blocks, integers of the host.
         seq_len : int
             The row's length.
         """
@@ -196,9 +201,9 @@ class Store:
         if not 0 <= start <= stop <= seq_len:
             rule = f"expected 0 <= start <= stop <= {seq_len}, seq_len, got start {start} and stop {stop}"
             raise made(_core.ArgumentError, "start", rule)
-        framework = "torch" if self.dtype == "bfloat16" else "numpy"
+        framework = default_framework(self.dtype, self.device)
         shape = (stop - start, self.num_kv_heads, self.head_dim)
-        k, v = empty(framework, shape, self.dtype), empty(framework, shape, self.dtype)
+        k, v = (empty(framework, shape, self.dtype, self.device) for _ in range(2))
         self._core.read_tokens(layer, block_table, seq_len, start, stop - start, k, v)
         return k, v
 

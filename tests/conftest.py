@@ -6,8 +6,24 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from devices import CUDA, DEVICES, SUPPORTED_PATHS
 
 import hybridkv
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    """Every kind of device."""
+    return str(request.param)
+
+
+@pytest.fixture(params=[*SUPPORTED_PATHS, CUDA])
+def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The device of every backend: each CPU code path of this machine, which HYBRIDKV_CPU chooses, and CUDA."""
+    if request.param == "cuda":
+        return "cuda"
+    monkeypatch.setenv("HYBRIDKV_CPU", request.param)
+    return "cpu"
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from devices import attend, to_device, to_host
 from reference import KvTable, allowed_error, attention, relative_error
 
 import hybridkv
@@ -192,16 +193,17 @@ class Engine:
             q = torch.randn(len(slots), self.q_heads, self.dim).to(self.dtype)
             kv = [self.table(layer, tokens, context) for _, tokens, context in rows]
             k, v = (torch.cat([*(pair[i] for pair in kv), q.new_empty(0, self.kv_heads, self.dim)]) for i in (0, 1))
-            out = torch.full_like(q, float("nan")).to(self.device)
-            self.store.attend(layer, *(x.to(self.device) for x in (q, k, v)), out=out)
+            out = torch.full_like(q, float("nan"))
+            attend(self.device, self.store, layer, q, k, v, out=out)
             for i, (sequence, tokens, context) in enumerate(rows):
                 part = slice(int(cu[i]), int(cu[i + 1]))
-                self.check(layer, sequence, tokens, context, q[part], out[part].cpu())
+                self.check(layer, sequence, tokens, context, q[part], out[part])
 
     def begin(self, cu: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, slots: torch.Tensor) -> None:
-        arrays = [x.to(self.device) for x in (cu, lengths, table, slots)]
-        self.batch = arrays  # the store keeps pointers until the next step
-        self.store.begin(*arrays, clock=self.clock)
+        most = int(cu.diff().max()) if len(cu) > 1 else 0
+        arrays = [to_device(x, self.device) for x in (cu, lengths, table, slots)]
+        clock: Any = self.clock if self.device == "cpu" else torch.tensor([self.clock], device=self.device)
+        self.store.begin(*arrays, clock=clock, max_row_tokens=most)
 
     def dummy_step(self, n_rows: int) -> None:
         """What idle ranks and warm-ups run: no slots, stale tables. Nothing may change."""
@@ -212,9 +214,9 @@ class Engine:
             cu, torch.full((n_rows,), 130, dtype=torch.int32), table, torch.full((n_rows,), -1, dtype=torch.int64)
         )
         for layer in range(self.layers):
-            x = torch.randn(n_rows, self.q_heads, self.dim).to(self.dtype).to(self.device)
-            kv = torch.randn(n_rows, self.kv_heads, self.dim).to(self.dtype).to(self.device)
-            self.store.attend(layer, x, kv, kv)
+            x = torch.randn(n_rows, self.q_heads, self.dim).to(self.dtype)
+            kv = torch.randn(n_rows, self.kv_heads, self.dim).to(self.dtype)
+            attend(self.device, self.store, layer, x, kv, kv)
         after = self.snapshot()
         assert torch.equal(before[0], after[0])
         assert before[1] == after[1]
@@ -250,4 +252,4 @@ class Engine:
     def read(self, layer: int, sequence: Sequence, length: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = torch.tensor(sequence.blocks[: -(-length // self.block)], dtype=torch.int32)
         k, v = self.store.read_tokens(layer, blocks, length, 0, stop)
-        return torch.as_tensor(k), torch.as_tensor(v)
+        return to_host(k), to_host(v)

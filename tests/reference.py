@@ -76,6 +76,78 @@ def allowed_error(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, want: torch
     return max(2.0 * relative_error(plain, want), floor)
 
 
+@dataclass
+class Stored:
+    """What a cache holds of S tokens, at every precision that progressive reading chooses from; K and V [S, Hkv, D]."""
+
+    exact: tuple[torch.Tensor, torch.Tensor]
+    best: tuple[torch.Tensor, torch.Tensor]
+    int4: tuple[torch.Tensor, torch.Tensor]
+    hot_blocks: list[int]
+    block: int = 64
+
+
+def progressive_attention(
+    q: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor],
+    stored: Stored,
+    skip: float,
+    refine: float,
+    tile_columns: int | None = None,
+) -> tuple[torch.Tensor, dict[str, int]]:
+    """Decode attention of N new tokens behind S stored ones, by the rule of docs/transitions.md.
+
+    Parameters
+    ----------
+    q : [N, Hq, D]
+    new : K and V of the new tokens, [N, Hkv, D]
+    tile_columns : int, optional
+        Query columns (column = token * G + head of the group) that are judged together; None = all.
+
+    Returns
+    -------
+    out : [N, Hq, D] float64
+    counts : records that were read, skipped and refined, over KV heads and tiles
+    """
+    n, hq, dim = q.shape
+    n_stored, hkv, _ = stored.exact[0].shape
+    group = hq // hkv
+    tile = tile_columns or n * group
+    records = [b for b in range(math.ceil(n_stored / stored.block)) if b not in stored.hot_blocks]
+    out = torch.zeros(n, hq, dim, dtype=torch.float64)
+    counts = {"read": 0, "skipped": 0, "refined": 0}
+
+    def part(kv: tuple[torch.Tensor, torch.Tensor], block: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = slice(block * stored.block, min(n_stored, (block + 1) * stored.block))
+        return kv[0][rows, head].double(), kv[1][rows, head].double()
+
+    for head in range(hkv):
+        columns = q[:, head * group : (head + 1) * group].reshape(n * group, dim).double() / math.sqrt(dim)
+        hot = [part(stored.exact, block, head) for block in stored.hot_blocks]
+        for first in range(0, n * group, tile):
+            tile_idx = range(first, min(first + tile, n * group))
+            seen = {
+                c: [*hot, (new[0][: c // group + 1, head].double(), new[1][: c // group + 1, head].double())]
+                for c in tile_idx
+            }
+            reference = {c: torch.logsumexp(torch.cat([k for k, _ in seen[c]]) @ columns[c], 0) for c in tile_idx}
+            for block in records:
+                counts["read"] += 1
+                scores = {c: part(stored.int4, block, head)[0] @ columns[c] for c in tile_idx}
+                share = max(float(torch.exp(torch.logsumexp(scores[c], 0) - reference[c])) for c in tile_idx)
+                if share < skip:
+                    counts["skipped"] += 1
+                    continue
+                counts["refined"] += share >= refine
+                chosen = part(stored.best if share >= refine else stored.int4, block, head)
+                for c in tile_idx:
+                    seen[c].append(chosen)
+            for c in tile_idx:
+                weights = torch.softmax(torch.cat([k for k, _ in seen[c]]) @ columns[c], 0)
+                out[c // group, head * group + c % group] = weights @ torch.cat([v for _, v in seen[c]])
+    return out, counts
+
+
 class KvTable:
     """Keys and values as a fixed function of (layer, position, token id), so that equal prefixes have equal K and V."""
 

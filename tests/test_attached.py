@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import attend, to_device
 from engine import Engine
 from reference import LENGTHS
 
@@ -18,10 +19,18 @@ BITS = [0, 4, 8]
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("start", range(58, 68))
-def test_rejected_drafts_across_a_block_boundary(bits: int, start: int) -> None:
+def test_rejected_drafts_across_a_block_boundary(device: str, bits: int, start: int) -> None:
     """Every pattern of accepted drafts in two rounds of 1 + 4 tokens and a last token, a row of the batch each."""
     patterns = list(itertools.product(range(5), repeat=2))
-    engine = Engine(bits=bits, layers=1, kv_heads=1, q_heads=1, n_blocks=3 * len(patterns) + 1, max_rows=len(patterns))
+    engine = Engine(
+        device=device,
+        bits=bits,
+        layers=1,
+        kv_heads=1,
+        q_heads=1,
+        n_blocks=3 * len(patterns) + 1,
+        max_rows=len(patterns),
+    )
     names = [engine.add() for _ in patterns]
     assert engine.step({name: (list(range(start)), start) for name in names})
     for round_ in range(2):
@@ -35,8 +44,8 @@ def test_rejected_drafts_across_a_block_boundary(bits: int, start: int) -> None:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("hot_tokens", [16, 32, 64, 128])
 @pytest.mark.parametrize("chunk", [7, 64, 200])
-def test_growth_in_chunks(bits: int, hot_tokens: int, chunk: int) -> None:
-    engine = Engine(bits=bits, hot_tokens=hot_tokens, layers=1, n_blocks=8, max_rows=1)
+def test_growth_in_chunks(device: str, bits: int, hot_tokens: int, chunk: int) -> None:
+    engine = Engine(device=device, bits=bits, hot_tokens=hot_tokens, layers=1, n_blocks=8, max_rows=1)
     name = engine.add()
     for start in range(0, 330, chunk):
         n = min(chunk, 330 - start)
@@ -45,20 +54,20 @@ def test_growth_in_chunks(bits: int, hot_tokens: int, chunk: int) -> None:
 
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("length", LENGTHS[1:])
-def test_every_length_then_decode(bits: int, length: int) -> None:
-    engine = Engine(bits=bits, n_blocks=8, max_rows=1)
+def test_every_length_then_decode(device: str, bits: int, length: int) -> None:
+    engine = Engine(device=device, bits=bits, n_blocks=8, max_rows=1)
     name = engine.add()
     assert engine.step({name: (list(range(length)), length)}, padding=2 if engine.store.max_rows > 2 else 0)
     for token in range(3):
         assert engine.step({name: ([token], 1)})
 
 
-def test_case_5_padding_rows_and_empty_batches() -> None:
+def test_case_5_padding_rows_and_empty_batches(device: str) -> None:
     """Rows without tokens give zeros and -inf; a batch of no rows works."""
-    engine = Engine(bits=8, layers=1, q_heads=2, kv_heads=1, max_rows=4)
+    engine = Engine(device=device, bits=8, layers=1, q_heads=2, kv_heads=1, max_rows=4)
     empty = torch.zeros(0, dtype=torch.int32)
     engine.begin(torch.zeros(1, dtype=torch.int32), empty, torch.zeros(0, 1, dtype=torch.int32), empty.long())
-    engine.store.attend(0, torch.empty(0, 2, 32).bfloat16(), *[torch.empty(0, 1, 32).bfloat16()] * 2)
+    attend(device, engine.store, 0, torch.empty(0, 2, 32).bfloat16(), *[torch.empty(0, 1, 32).bfloat16()] * 2)
     lengths = torch.tensor([0, 70, 0, 1], dtype=torch.int32)
     table = torch.tensor([[0, 0], [3, 4], [0, 0], [5, 0]], dtype=torch.int32)
     slots = torch.cat([torch.arange(70) + 3 * 64, torch.tensor([5 * 64])])
@@ -66,7 +75,7 @@ def test_case_5_padding_rows_and_empty_batches() -> None:
     q, kv = torch.randn(71, 2, 32).bfloat16(), torch.randn(71, 1, 32).bfloat16()
     lse = torch.full((71, 2), float("nan"))
     out = torch.full_like(q, float("nan"))
-    engine.store.attend(0, q, kv, kv, out=out, lse=lse)
+    attend(device, engine.store, 0, q, kv, kv, out=out, lse=lse)
     assert out.isfinite().all()
     assert lse.isfinite().all()
 
@@ -85,12 +94,12 @@ def collect_outputs(engine: Engine) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_case_3_poison_never_shows(bits: int) -> None:
+def test_case_3_poison_never_shows(device: str, bits: int) -> None:
     """Outputs on poisoned pages equal those on zeroed ones, bit for bit."""
     outs = []
     for fill in (0xFF, 0x00, 0x7E):
         torch.manual_seed(0)
-        engine = Engine(bits=bits, layers=1, max_rows=2)
+        engine = Engine(device=device, bits=bits, layers=1, max_rows=2)
         engine.pages.fill_(fill)
         collected = collect_outputs(engine)
         first, second = engine.add(), engine.add()
@@ -101,7 +110,7 @@ def test_case_3_poison_never_shows(bits: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(outs[0], other, strict=True))
 
 
-def test_case_1_blocks_beyond_two_gigabytes() -> None:
+def test_case_1_blocks_beyond_two_gigabytes(device: str) -> None:
     """The same data in the lowest and in the highest blocks of a pool of more than 2^31 bytes."""
     outs = []
     n_blocks = 33000
@@ -114,30 +123,33 @@ def test_case_1_blocks_beyond_two_gigabytes() -> None:
             num_kv_heads=4,
             head_dim=128,
             dtype="bfloat16",
+            device=device,
             num_blocks=n_blocks,
             max_rows=1,
             max_new_tokens=256,
         )
-        pages = torch.empty(n_blocks, 4, store.record_bytes, dtype=torch.uint8)  # untouched pages take no memory
+        shape = (n_blocks, 4, store.record_bytes)
+        pages = torch.empty(shape, dtype=torch.uint8, device=device)  # untouched pages take no host memory
         assert pages.numel() > 2**31
         store.bind_layer(0, pages)
         blocks = [n_blocks - 1, n_blocks - 2, n_blocks - 3] if high else [1, 2, 3]
         table = torch.tensor([blocks], dtype=torch.int32)
         for first, n in ((0, 130), (130, 1)):
             slots = torch.tensor([blocks[p // 64] * 64 + p % 64 for p in range(first, first + n)])
-            store.begin([0, n], [first + n], table, slots)
+            lengths = torch.tensor([0, n], dtype=torch.int32), torch.tensor([first + n], dtype=torch.int32)
+            store.begin(*(to_device(x, device) for x in (*lengths, table, slots)))
             q = torch.randn(n, 8, 128).bfloat16()
             k, v = torch.randn(2, n, 4, 128).bfloat16()
-            outs.append(torch.as_tensor(store.attend(0, q, k, v)).clone())
+            outs.append(attend(device, store, 0, q, k, v))
     assert torch.equal(outs[0], outs[2])
     assert torch.equal(outs[1], outs[3])
 
 
-def test_case_9_padded_and_strided_pages() -> None:
+def test_case_9_padded_and_strided_pages(device: str) -> None:
     """Pages handed over with gaps between blocks and heads: the gaps are never touched."""
-    engine = Engine(bits=8, layers=1, kv_heads=2, n_blocks=8)
+    engine = Engine(device=device, bits=8, layers=1, kv_heads=2, n_blocks=8)
     record = engine.store.record_bytes
-    memory = torch.full((8, 3, record + 48), 0xA5, dtype=torch.uint8)
+    memory = torch.full((8, 3, record + 48), 0xA5, dtype=torch.uint8, device=device)
     engine.store.bind_layer(0, memory[:, :2, :record])
     name = engine.add()
     assert engine.step({name: (list(range(300)), 300)})
@@ -151,12 +163,19 @@ def test_case_9_padded_and_strided_pages() -> None:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("n_hot_pages", [0, 6])
-def test_hostile_engine(bits: int, seed: int, n_hot_pages: int) -> None:
+def test_hostile_engine(device: str, bits: int, seed: int, n_hot_pages: int) -> None:
     """Everything at once, at random, with pools small enough to run out."""
     torch.manual_seed(seed)
     rng = random.Random(seed)
     engine = Engine(
-        bits=bits, n_blocks=24, max_rows=4, n_hot_pages=n_hot_pages, seed=seed, hot_tokens=16, sink_blocks=seed % 2
+        device=device,
+        bits=bits,
+        n_blocks=24,
+        max_rows=4,
+        n_hot_pages=n_hot_pages,
+        seed=seed,
+        hot_tokens=16,
+        sink_blocks=seed % 2,
     )
     for _ in range(150):
         names = sorted(engine.sequences)
@@ -186,9 +205,9 @@ def test_hostile_engine(bits: int, seed: int, n_hot_pages: int) -> None:
             engine.dummy_step(rng.randint(1, 3))
 
 
-def test_case_10_preempted_and_resumed() -> None:
+def test_case_10_preempted_and_resumed(device: str) -> None:
     """A pool of 7 blocks, two sequences of 130 tokens: the one that was thrown out comes back with the same content."""
-    engine = Engine(bits=8, n_blocks=8, max_rows=2)
+    engine = Engine(device=device, bits=8, n_blocks=8, max_rows=2)
     first, second = engine.add(), engine.add()
     assert engine.step({first: (list(range(130)), 130), second: (list(range(50, 180)), 130)})
     for token in range(61):
@@ -201,9 +220,9 @@ def test_case_10_preempted_and_resumed() -> None:
     assert engine.step({first: ([5], 1)})
 
 
-def test_repeated_begin_changes_nothing() -> None:
+def test_repeated_begin_changes_nothing(device: str) -> None:
     """Builders may run several times a step."""
-    engine = Engine(bits=8, layers=1, max_rows=1)
+    engine = Engine(device=device, bits=8, layers=1, max_rows=1)
     original = engine.begin
     engine.begin = lambda *args: (original(*args), original(*args))  # type: ignore[method-assign]
     name = engine.add()
@@ -212,9 +231,9 @@ def test_repeated_begin_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_blocks_of_a_batch_mate(bits: int) -> None:
+def test_blocks_of_a_batch_mate(device: str, bits: int) -> None:
     """A row may read a block that another row of the same batch is just writing."""
-    engine = Engine(bits=bits, max_rows=2)
+    engine = Engine(device=device, bits=bits, max_rows=2)
     first = engine.add()
     assert engine.step({first: (list(range(40)), 40)})
     sequence = engine.sequences[first]

@@ -225,7 +225,8 @@ def test_a_device_that_is_not_there_says_what_is_missing(make_cache: MakeCache, 
     reason = next(reason for name, count, reason in _core.devices() if name == "cuda")
     if not reason:
         pytest.skip("there is a CUDA device")
-    with pytest.raises(hybridkv.NoDeviceError, match=rf"device: '{device}': .*CUDA") as caught:
+    name = "cuda:0" if device == "cuda" else device
+    with pytest.raises(hybridkv.NoDeviceError, match=rf"device: '{name}': .*CUDA") as caught:
         make_cache(device=device)
     assert caught.value.argument == "device"
 
@@ -497,7 +498,8 @@ def test_wrong_store_arguments() -> None:
         (lambda: begin(max_row_tokens=-1), ArgumentError, r"max_row_tokens must be 0.*got -1"),
         (lambda: begin(max_row_tokens="1"), DtypeError, r"max_row_tokens"),
         (lambda: begin(stream=-1), ArgumentError, r"stream: .*got -1"),
-        (lambda: begin(stream=None), DtypeError, r"stream"),
+        (lambda: begin(stream=64), ArgumentError, r"stream: there are no streams on the CPU, got 0x40"),
+        (lambda: begin(stream="x"), DtypeError, r"stream"),
         (lambda: begin(block_table=[1]), DtypeError, r"block_table: .*got int"),
         (lambda: begin(block_table=[[1], [2]]), ArgumentError, r"block_table: .*1 entries, got 2"),
         (lambda: begin(seq_lens=np.array([1], np.float32)), DtypeError, r"seq_lens: .*float32"),

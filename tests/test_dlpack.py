@@ -31,12 +31,36 @@ class Wrapped:
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         self.calls.append(kwargs)
-        if not self.versioned and kwargs:
+        if not self.versioned and "max_version" in kwargs:
             raise TypeError("__dlpack__() got an unexpected keyword argument 'max_version'")
         return self.tensor.__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self.tensor.__dlpack_device__()
+
+
+class OnCuda(Wrapped):
+    """A tensor of the host whose capsules say that it lies on a GPU."""
+
+    def __init__(self, tensor: Any, index: int = 0, *, device_type: int = 2, versioned: bool = True) -> None:
+        super().__init__(tensor, versioned=versioned)
+        self.device = (device_type, index)
+
+    def __dlpack__(self, stream: Any = None, **kwargs: Any) -> Any:
+        capsule = super().__dlpack__(**kwargs)
+        self.calls[-1]["stream"] = stream
+        name, offset = (b"dltensor_versioned", 40) if "max_version" in kwargs else (b"dltensor", 8)
+        ctypes.memmove(capsule_pointer(capsule, name) + offset, (ctypes.c_int32 * 2)(*self.device), 8)
+        return capsule
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self.device
+
+
+def capsule_pointer(capsule: Any, name: bytes) -> int:
+    get = ctypes.pythonapi.PyCapsule_GetPointer
+    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
+    return int(get(capsule, name))
 
 
 def identity(tensor: Any) -> Any:
@@ -100,8 +124,8 @@ def test_torch_takes_the_fast_path_and_others_do_not() -> None:
     """`__dlpack__` is asked once, with the newest version that we know; an old producer is asked again without it."""
     k, v = Wrapped(torch.ones(1, 32).half()), unversioned(torch.ones(1, 32).half())
     encode(k, v)
-    assert k.calls == [{"max_version": (1, 3)}]
-    assert v.calls == [{"max_version": (1, 3)}, {}]
+    assert k.calls == [{"stream": None, "max_version": (1, 3)}]
+    assert v.calls == [{"stream": None, "max_version": (1, 3)}, {"stream": None}]
     assert hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
 
 
@@ -181,6 +205,29 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "v negative": ({"v": np.zeros((3, 2, 32), np.float16)[::-1]}, ArgumentError, r"v: stride -64 of dimension 0"),
     "q grad": ({"q": half(3, 4, 32).requires_grad_()}, ArgumentError, r"q: must not require grad.*tensor\.detach\(\)"),
     "k wrapped": ({"k": Wrapped(half(2, 2, 32))}, ArgumentError, r"k: expected shape"),
+    "q on a GPU": (
+        {"q": OnCuda(half(3, 4, 32), 1)},
+        ArgumentError,
+        r"q: expected a tensor on cpu, got one on cuda:1",
+    ),
+    "k managed": (
+        {"k": OnCuda(half(3, 2, 32), device_type=13)},
+        ArgumentError,
+        r"k: expected a tensor on cpu, got one on cuda:0",
+    ),
+    "v elsewhere": (
+        {"v": OnCuda(half(3, 2, 32), device_type=8, versioned=False)},
+        ArgumentError,
+        r"v: expected a tensor on cpu, got one on DLPack device 8:0",
+    ),
+    "out on a GPU": (
+        {"out": OnCuda(half(3, 4, 32))},
+        ArgumentError,
+        r"out: expected a tensor on cpu, got one on cuda:0",
+    ),
+    "stream": ({"stream": 1}, ArgumentError, r"stream: there are no streams on the CPU, got 0x1"),
+    "stream negative": ({"stream": -1}, ArgumentError, r"stream: expected integers in 0\.\."),
+    "stream text": ({"stream": "x"}, DtypeError, r"stream: expected an integer, got str"),
     "v sparse": ({"v": half(3, 2, 32).to_sparse()}, ArgumentError, r"v: a Tensor could not be shared"),
     "v meta": ({"v": half(3, 2, 32).to("meta")}, ArgumentError, r"v: "),
     "out read-only": (
@@ -315,9 +362,7 @@ def test_capsules_of_another_major_version_are_left_alone() -> None:
     class Future(Wrapped):
         def __dlpack__(self, **kwargs: Any) -> Any:
             capsule = self.tensor.__dlpack__(max_version=(1, 3))
-            get = ctypes.pythonapi.PyCapsule_GetPointer
-            get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-            self.pointer = get(capsule, b"dltensor_versioned")
+            self.pointer = capsule_pointer(capsule, b"dltensor_versioned")
             ctypes.c_uint32.from_address(self.pointer).value = 9
             self.capsule = capsule
             return capsule

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from devices import attend, to_host
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -165,7 +166,7 @@ class CacheMachine(RuleBasedStateMachine):
                         else q[layer].new_empty(0, KV_HEADS, DIM)
                     )
                     out = torch.full_like(q[layer], float("nan"))
-                    step.attend(layer, q[layer], k, v, out=out)
+                    attend(self.device, step, layer, q[layer], k, v, out=out)
                     outs.append(out)
         except hybridkv.CacheFullError:
             assert not outs, "a full cache is reported before anything is computed"
@@ -193,7 +194,7 @@ class CacheMachine(RuleBasedStateMachine):
                 relative_error(out, want) <= allowed_error(q, exact_k, exact_v, want, window=window) + STORED[self.bits]
             )
         else:
-            stored = [torch.as_tensor(x) for x in self.cache.read_tokens(self.live[name], layer, 0, len(old))]
+            stored = [to_host(x) for x in self.cache.read_tokens(self.live[name], layer, 0, len(old))]
             for got, exact in zip(stored, (exact_k, exact_v), strict=True):
                 assert ((got.float() - exact[: len(old)].float()).abs() <= STORED[self.bits]).all()
             k, v = (torch.cat([got, exact[len(old) :]]) for got, exact in zip(stored, (exact_k, exact_v), strict=True))
@@ -223,8 +224,8 @@ class CacheMachine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("bits", [0, 4, 6, 8])
-def test_life_cycles(bits: int) -> None:
-    machine = type(f"CacheMachine{bits}", (CacheMachine,), {"bits": bits})
+def test_life_cycles(device: str, bits: int) -> None:
+    machine = type(f"CacheMachine{bits}", (CacheMachine,), {"bits": bits, "device": device})
     settings_ = settings(
         max_examples=EXAMPLES,
         stateful_step_count=STEPS,

@@ -4,12 +4,12 @@
 #include <math.h>
 #include <string.h>
 
-/* Rows of heads: [N, n_heads, D] in the model's dtype on the CPU; n_heads < 0 = any. */
+/* Rows of heads: [N, n_heads, D] in the model's dtype; n_heads < 0 = any. */
 static int import_heads(hkv_py_state *state, PyObject *obj, const char *argument, const char *letters, int64_t n_heads,
                         int writable, const hkv_py_attend_rule *rule, hkv_py_tensor *t)
 {
     int64_t shape[3] = {rule->n_tokens, n_heads, rule->head_dim};
-    if (hkv_py_tensor_import(state, obj, argument, 0, t) < 0 || hkv_py_tensor_check_cpu(state, t) < 0 ||
+    if (hkv_py_tensor_import(state, obj, argument, &rule->place, 0, t) < 0 ||
         hkv_py_tensor_check_dtype(state, t, rule->dtype) < 0 ||
         hkv_py_tensor_check_shape(state, t, 3, shape, letters) < 0)
         return -1;
@@ -18,22 +18,15 @@ static int import_heads(hkv_py_state *state, PyObject *obj, const char *argument
 
 /* A compact float32 tensor; None = absent. */
 static int import_floats(hkv_py_state *state, PyObject *obj, const char *argument, int32_t ndim, const int64_t *shape,
-                         const char *letters, int writable, hkv_py_tensor *t)
+                         const char *letters, int writable, const hkv_py_place *place, hkv_py_tensor *t)
 {
     if (obj == Py_None) return 0;
-    if (hkv_py_tensor_import(state, obj, argument, 0, t) < 0 || hkv_py_tensor_check_cpu(state, t) < 0 ||
+    if (hkv_py_tensor_import(state, obj, argument, place, 0, t) < 0 ||
         hkv_py_tensor_check_dtype(state, t, HKV_F32) < 0 ||
         hkv_py_tensor_check_shape(state, t, ndim, shape, letters) < 0 ||
         hkv_py_tensor_check_layout(state, t, writable) < 0)
         return -1;
-    int64_t compact = 1;
-    for (int32_t i = ndim - 1; i >= 0 && !hkv_py_tensor_is_empty(t); i--) {
-        if (t->shape[i] > 1 && t->strides[i] != compact)
-            return hkv_py_fail(state, HKV_ERR_ARGUMENT, argument, "must be contiguous, got stride %lld in dimension %d",
-                               (long long)t->strides[i], (int)i);
-        compact *= t->shape[i];
-    }
-    return 0;
+    return hkv_py_tensor_check_compact(state, t);
 }
 
 static int real_from_object(hkv_py_state *state, PyObject *obj, const char *argument, double fallback, float *value)
@@ -87,10 +80,9 @@ static int parse_extras(hkv_py_state *state, PyObject *const *args, const hkv_py
     int64_t mass_shape[3] = {rule->n_rows, rule->n_kv_heads, -1};
     if (real_from_object(state, args[5], "scale", 1.0 / sqrt((double)rule->head_dim), &a->args.softmax_scale) < 0 ||
         real_from_object(state, args[6], "soft_cap", 0.0, &a->args.logits_soft_cap) < 0 ||
-        import_floats(state, args[7], "sinks", 1, sinks_shape, "[Hq]", 0, &a->sinks) < 0 ||
-        import_floats(state, args[8], "lse", 2, lse_shape, "[N, Hq]", 1, &a->lse) < 0 ||
-        import_floats(state, args[9], "mass", 3, mass_shape, "[R, Hkv, blocks]", 1, &a->mass) < 0 ||
-        hkv_py_stream_from_object(state, args[10], &a->args.stream) < 0)
+        import_floats(state, args[7], "sinks", 1, sinks_shape, "[Hq]", 0, &rule->place, &a->sinks) < 0 ||
+        import_floats(state, args[8], "lse", 2, lse_shape, "[N, Hq]", 1, &rule->place, &a->lse) < 0 ||
+        import_floats(state, args[9], "mass", 3, mass_shape, "[R, Hkv, blocks]", 1, &rule->place, &a->mass) < 0)
         return -1;
     if (args[9] != Py_None && a->mass.shape[2] < rule->max_blocks)
         return hkv_py_fail(state, HKV_ERR_ARGUMENT, "mass",
@@ -113,8 +105,11 @@ int hkv_py_attend_parse(hkv_py_state *state, PyObject *const *args, Py_ssize_t n
         return -1;
     }
     if (hkv_py_index_from_object(state, args[0], "layer", rule->n_layers, &attend->layer_idx) < 0) return -1;
-    if (parse_heads(state, args, rule, attend) < 0) return -1;
-    return parse_extras(state, args, rule, attend);
+    hkv_py_attend_rule call = *rule;
+    if (hkv_py_place_for_call(state, &rule->place, args[10], &call.place) < 0) return -1;
+    attend->args.stream = call.place.stream;
+    if (parse_heads(state, args, &call, attend) < 0) return -1;
+    return parse_extras(state, args, &call, attend);
 }
 
 void hkv_py_attend_release(hkv_py_attend *attend)

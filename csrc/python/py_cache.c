@@ -21,7 +21,7 @@ static int windows_from_object(hkv_py_state *state, PyObject *obj, int32_t n_lay
 {
     const hkv_py_ints_rule rule = {"layer_windows", 1, 0, INT32_MAX, 4, n_layers, "[num_layers]"};
     memset(windows, 0, sizeof *windows);
-    return obj == Py_None ? 0 : hkv_py_ints_import(state, obj, &rule, windows);
+    return obj == Py_None ? 0 : hkv_py_ints_import(state, obj, &rule, &hkv_py_host, windows);
 }
 
 /* One number among the arguments of Cache and where it goes. */
@@ -77,7 +77,8 @@ static int cache_open(hkv_py_state *state, hkv_py_cache *self, hkv_cache_options
     self->rule = (hkv_py_attend_rule){.n_layers = options->model.n_layers,
                                       .n_kv_heads = options->model.n_kv_heads,
                                       .head_dim = options->model.head_dim,
-                                      .dtype = options->model.dtype};
+                                      .dtype = options->model.dtype,
+                                      .place = hkv_py_place_of(options->backend, options->device_index)};
     forget_step(self);
     return self->object.owner ? 0 : -1;
 }
@@ -177,7 +178,7 @@ static PyObject *cache_add_sequence(PyObject *op, PyObject *args)
     hkv_error error;
     hkv_status status;
     if (!PyArg_ParseTuple(args, "Oy*:add_sequence", &token_ids, &salt)) return NULL;
-    if ((token_ids == Py_None || hkv_py_ints_import(state, token_ids, &rule, &tokens) == 0) &&
+    if ((token_ids == Py_None || hkv_py_ints_import(state, token_ids, &rule, &hkv_py_host, &tokens) == 0) &&
         hkv_py_enter(state, &self->object) == 0) {
         CACHE_CALL(self, status,
                    hkv_cache_add_sequence(handle_of(self), tokens.values, tokens.shape[0], salt.buf, (size_t)salt.len,
@@ -276,7 +277,7 @@ static PyObject *cache_reorder(PyObject *op, PyObject *args)
     int32_t n = (int32_t)PyTuple_GET_SIZE(list);
     const hkv_py_ints_rule rule = {"source_indices", 1, 0, n - 1, 4, n, "[len(sequences)]"};
     hkv_sequence *sequences = sequences_from_list(list);
-    if (sequences && hkv_py_ints_import(state, indices, &rule, &source) == 0 &&
+    if (sequences && hkv_py_ints_import(state, indices, &rule, &hkv_py_host, &source) == 0 &&
         hkv_py_enter(state, &self->object) == 0) {
         CACHE_CALL(self, status, hkv_cache_reorder(handle_of(self), sequences, source.values, n, &error));
         result = none_or_raise(state, status, &error);
@@ -309,7 +310,7 @@ static int token_ids_from_object(hkv_py_state *state, PyObject *obj, step_args *
     const int64_t *n_tokens = s->n_tokens.values;
     for (int32_t i = 0; i < s->n_rows; i++) total += n_tokens[i]; /* each below 2^31 */
     const hkv_py_ints_rule rule = {"token_ids", 1, 0, INT64_MAX, 8, total, "[sum of num_tokens]"};
-    return obj == Py_None ? 0 : hkv_py_ints_import(state, obj, &rule, &s->token_ids);
+    return obj == Py_None ? 0 : hkv_py_ints_import(state, obj, &rule, &hkv_py_host, &s->token_ids);
 }
 
 static int step_args_parse(hkv_py_state *state, PyObject *list, PyObject *n_tokens, PyObject *token_ids, step_args *s)
@@ -318,7 +319,7 @@ static int step_args_parse(hkv_py_state *state, PyObject *list, PyObject *n_toke
     s->n_rows = (int32_t)PyTuple_GET_SIZE(list);
     const hkv_py_ints_rule rule = {"num_tokens", 1, 0, INT32_MAX, 8, s->n_rows, "[len(sequences)]"};
     s->sequences = sequences_from_list(list);
-    if (!s->sequences || hkv_py_ints_import(state, n_tokens, &rule, &s->n_tokens) < 0) return -1;
+    if (!s->sequences || hkv_py_ints_import(state, n_tokens, &rule, &hkv_py_host, &s->n_tokens) < 0) return -1;
     return token_ids_from_object(state, token_ids, s);
 }
 
@@ -328,19 +329,19 @@ static PyObject *cache_begin(PyObject *op, PyObject *args)
     hkv_py_cache *self = (hkv_py_cache *)op;
     PyObject *list, *n_tokens, *token_ids, *clock_obj, *stream_obj, *result = NULL;
     int64_t clock;
-    void *stream;
+    hkv_py_place place;
     step_args s;
     hkv_error error;
     hkv_status status;
     if (!PyArg_ParseTuple(args, "O!OOOO:begin", &PyTuple_Type, &list, &n_tokens, &token_ids, &clock_obj, &stream_obj) ||
         hkv_py_int_from_object(state, clock_obj, "clock", INT64_MIN, INT64_MAX, &clock) < 0 ||
-        hkv_py_stream_from_object(state, stream_obj, &stream) < 0)
+        hkv_py_place_for_call(state, &self->rule.place, stream_obj, &place) < 0)
         return NULL;
     if (step_args_parse(state, list, n_tokens, token_ids, &s) == 0 && hkv_py_enter(state, &self->object) == 0) {
         hkv_cache *cache = handle_of(self);
         Py_BEGIN_ALLOW_THREADS
-        status =
-            hkv_cache_begin(cache, s.sequences, s.n_tokens.values, s.n_rows, s.token_ids.values, clock, stream, &error);
+        status = hkv_cache_begin(cache, s.sequences, s.n_tokens.values, s.n_rows, s.token_ids.values, clock,
+                                 place.stream, &error);
         Py_END_ALLOW_THREADS
         if (status == HKV_OK) {
             int64_t max_length = hkv_cache_step_max_length(cache);
@@ -375,6 +376,17 @@ static PyObject *cache_attend(PyObject *op, PyObject *const *args, Py_ssize_t n_
     hkv_py_leave(&self->object);
     hkv_py_attend_release(&attend);
     return result;
+}
+
+static PyObject *cache_mark_attended(PyObject *op, PyObject *Py_UNUSED(unused))
+{
+    hkv_py_state *state = hkv_py_state_of(op);
+    hkv_py_cache *self = (hkv_py_cache *)op;
+    hkv_error error;
+    hkv_status status;
+    if (hkv_py_enter(state, &self->object) < 0) return NULL;
+    CACHE_CALL(self, status, hkv_cache_mark_attended(handle_of(self), &error));
+    return none_or_raise(state, status, &error);
 }
 
 /* end, abort and reset: after each of them no step is open. */
@@ -553,7 +565,7 @@ static PyObject *cache_export_pages(PyObject *op, PyObject *layer_obj)
         hkv_py_enter(state, &self->object) < 0)
         return NULL;
     if (hkv_cache_read_pages(handle_of(self), layer_idx, &pages, &error) == HKV_OK)
-        view = hkv_py_view_create(state, self->object.owner, &pages);
+        view = hkv_py_view_create(state, self->object.owner, layer_idx, &pages, &self->rule.place);
     else
         hkv_py_raise(state, &error);
     hkv_py_leave(&self->object);
@@ -640,6 +652,8 @@ static PyMethodDef cache_methods[] = {
      "attend($self, layer, q, k, v, out, scale, soft_cap, sinks, lse, mass, stream, /)\n--\n\nAppend to one layer, "
      "then "
      "attend."},
+    {"mark_attended", cache_mark_attended, METH_NOARGS,
+     "mark_attended($self)\n--\n\nCount every layer of the open step as attended: a graph of their attends ran."},
     {"end", cache_end, METH_NOARGS, "end($self)\n--\n\nClose the step."},
     {"abort", cache_abort, METH_NOARGS, "abort($self)\n--\n\nClose the step and go back to the lengths before it."},
     {"read_tokens", cache_read_tokens, METH_VARARGS,

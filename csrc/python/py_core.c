@@ -86,12 +86,14 @@ static PyMethodDef thread_methods[] = {
 static int names_init(hkv_py_state *state)
 {
     state->dlpack_name = PyUnicode_InternFromString("__dlpack__");
+    state->dlpack_device_name = PyUnicode_InternFromString("__dlpack_device__");
     state->exchange_api_name = PyUnicode_InternFromString("__dlpack_c_exchange_api__");
     state->requires_grad_name = PyUnicode_InternFromString("requires_grad");
-    state->dlpack_kwnames = Py_BuildValue("(s)", "max_version");
+    state->dlpack_kwnames = Py_BuildValue("(ss)", "stream", "max_version");
+    state->dlpack_old_kwnames = Py_BuildValue("(s)", "stream");
     state->dlpack_version = Py_BuildValue("(ii)", HKV_DL_VERSION_MAJOR, HKV_DL_VERSION_MINOR);
-    return state->dlpack_name && state->exchange_api_name && state->requires_grad_name && state->dlpack_kwnames &&
-                   state->dlpack_version
+    return state->dlpack_name && state->dlpack_device_name && state->exchange_api_name && state->requires_grad_name &&
+                   state->dlpack_kwnames && state->dlpack_old_kwnames && state->dlpack_version
                ? 0
                : -1;
 }
@@ -153,9 +155,11 @@ static int core_clear(PyObject *module)
     Py_CLEAR(state->store_type);
     Py_CLEAR(state->view_type);
     Py_CLEAR(state->dlpack_name);
+    Py_CLEAR(state->dlpack_device_name);
     Py_CLEAR(state->exchange_api_name);
     Py_CLEAR(state->requires_grad_name);
     Py_CLEAR(state->dlpack_kwnames);
+    Py_CLEAR(state->dlpack_old_kwnames);
     Py_CLEAR(state->dlpack_version);
     return 0;
 }

@@ -44,12 +44,12 @@ typedef struct hkv_py_pool {
 typedef struct hkv_py_state {
     PyObject *errors[HKV_PY_N_ERRORS];
     PyTypeObject *cache_type, *store_type, *view_type;
-    PyObject *dlpack_name, *exchange_api_name, *requires_grad_name; /* interned */
-    PyObject *dlpack_kwnames;                                       /* ("max_version",) */
-    PyObject *dlpack_version;                                       /* (1, 3) */
-    pthread_mutex_t pool_mutex; /* guards the two below; no Python call is made while it is held */
-    hkv_py_pool *pool;          /* NULL until the first cache or store */
-    int32_t n_threads;          /* asked for; 0 = the cores this process may use */
+    PyObject *dlpack_name, *dlpack_device_name, *exchange_api_name, *requires_grad_name; /* interned */
+    PyObject *dlpack_kwnames, *dlpack_old_kwnames; /* ("stream", "max_version"), ("stream",) */
+    PyObject *dlpack_version;                      /* (1, 3) */
+    pthread_mutex_t pool_mutex;                    /* guards the two below; no Python call is made while it is held */
+    hkv_py_pool *pool;                             /* NULL until the first cache or store */
+    int32_t n_threads;                             /* asked for; 0 = the cores this process may use */
 } hkv_py_state;
 
 /* State of the module that defines the type of `self`; the types cannot be subclassed. */
@@ -58,6 +58,14 @@ hkv_py_state *hkv_py_state_of(PyObject *self);
 /* A new reference to the pool, made on first use; NULL with an exception. */
 hkv_py_pool *hkv_py_pool_acquire(hkv_py_state *state);
 void hkv_py_pool_release(hkv_py_pool *pool);
+
+/* ----------------------------------------------------------------------------------------------------------- places */
+
+/* Where a call computes: what its tensors must lie on, and the stream that their producers' work has to precede. */
+typedef struct hkv_py_place {
+    int32_t device_type, device_id; /* HKV_DL_CPU and 0, or HKV_DL_CUDA and which one */
+    void *stream;                   /* CUDA stream; NULL = the default one */
+} hkv_py_place;
 
 /* ----------------------------------------------------------------------------------------------- errors: py_error.c */
 
@@ -130,8 +138,9 @@ extern PyType_Spec hkv_py_cache_spec;
 extern PyType_Spec hkv_py_store_spec;
 extern PyType_Spec hkv_py_view_spec;
 
-/* A read-only view of [n_blocks, Hkv, record_bytes] bytes that keeps owner alive; takes its own reference. */
-PyObject *hkv_py_view_create(hkv_py_state *state, hkv_py_owner *owner, const hkv_cache_pages *pages);
+/* A read-only view of a cache's pages, [n_blocks, Hkv, record_bytes] bytes; takes its own reference to the owner. */
+PyObject *hkv_py_view_create(hkv_py_state *state, hkv_py_owner *owner, int32_t layer_idx, const hkv_cache_pages *pages,
+                             const hkv_py_place *place);
 
 #define HKV_PY_FUNCTION(f) ((PyCFunction)(void (*)(void))(f))
 

@@ -11,7 +11,8 @@
 #define HKV_DL_VERSION_MINOR 3
 
 enum { HKV_DL_INT = 0, HKV_DL_UINT = 1, HKV_DL_FLOAT = 2, HKV_DL_BFLOAT = 4, HKV_DL_BOOL = 6 };
-enum { HKV_DL_CPU = 1, HKV_DL_CUDA = 2, HKV_DL_CUDA_HOST = 3 };
+enum { HKV_DL_CPU = 1, HKV_DL_CUDA = 2, HKV_DL_CUDA_HOST = 3, HKV_DL_CUDA_MANAGED = 13 };
+enum { HKV_DL_STREAM_LEGACY = 1, HKV_DL_STREAM_NO_SYNC = -1 }; /* arguments of __dlpack__ */
 enum { HKV_DL_FLAG_READ_ONLY = 1 };
 
 #define HKV_DL_CAPSULE                "dltensor"

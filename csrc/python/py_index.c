@@ -51,11 +51,16 @@ int hkv_py_index_from_object(hkv_py_state *state, PyObject *obj, const char *arg
     return 0;
 }
 
+static int check_length(hkv_py_state *state, const hkv_py_ints_rule *rule, const hkv_py_ints *ints)
+{
+    if (rule->n_expected < 0 || ints->shape[0] == rule->n_expected) return 0;
+    return hkv_py_fail(state, HKV_ERR_ARGUMENT, rule->argument, "expected %s with %lld entries, got %lld",
+                       rule->letters, (long long)rule->n_expected, (long long)ints->shape[0]);
+}
+
 static int ints_allocate(hkv_py_state *state, const hkv_py_ints_rule *rule, hkv_py_ints *ints)
 {
-    if (rule->n_expected >= 0 && ints->shape[0] != rule->n_expected)
-        return hkv_py_fail(state, HKV_ERR_ARGUMENT, rule->argument, "expected %s with %lld entries, got %lld",
-                           rule->letters, (long long)rule->n_expected, (long long)ints->shape[0]);
+    if (check_length(state, rule, ints) < 0) return -1;
     if (ints->shape[0] == 0 || ints->shape[1] == 0) return 0;
     ints->values = PyMem_RawCalloc((size_t)ints->shape[0] * (size_t)ints->shape[1], rule->width);
     if (ints->values) return 0;
@@ -71,19 +76,23 @@ static void ints_store(const hkv_py_ints_rule *rule, hkv_py_ints *ints, int64_t 
         ((int64_t *)ints->values)[i] = value;
 }
 
-static int ints_from_tensor(hkv_py_state *state, const hkv_py_tensor *t, const hkv_py_ints_rule *rule,
-                            hkv_py_ints *ints)
+static int ints_take_shape(hkv_py_state *state, const hkv_py_tensor *t, const hkv_py_ints_rule *rule, hkv_py_ints *ints)
 {
-    if (hkv_py_tensor_check_cpu(state, t) < 0) return -1;
-    if (t->dtype_code != HKV_DL_INT && t->dtype_code != HKV_DL_UINT)
-        return hkv_py_fail(state, HKV_ERR_TYPE, rule->argument, "expected integers, got %s",
-                           hkv_py_tensor_describe(t).chars);
     if (t->ndim != rule->ndim)
         return hkv_py_fail(state, HKV_ERR_ARGUMENT, rule->argument, "expected shape %s, got %s", rule->letters,
                            hkv_py_tensor_describe(t).chars);
     ints->shape[0] = t->shape[0];
     ints->shape[1] = t->ndim == 2 ? t->shape[1] : 1;
-    if (ints_allocate(state, rule, ints) < 0) return -1;
+    return 0;
+}
+
+static int ints_from_tensor(hkv_py_state *state, const hkv_py_tensor *t, const hkv_py_ints_rule *rule,
+                            hkv_py_ints *ints)
+{
+    if (t->dtype_code != HKV_DL_INT && t->dtype_code != HKV_DL_UINT)
+        return hkv_py_fail(state, HKV_ERR_TYPE, rule->argument, "expected integers, got %s",
+                           hkv_py_tensor_describe(t).chars);
+    if (ints_take_shape(state, t, rule, ints) < 0 || ints_allocate(state, rule, ints) < 0) return -1;
     int64_t inner_stride = t->ndim == 2 ? t->strides[1] : 0;
     for (int64_t i = 0; i < ints->shape[0]; i++) {
         for (int64_t j = 0; j < ints->shape[1]; j++) {
@@ -162,13 +171,32 @@ static int ints_from_list(hkv_py_state *state, PyObject *items, const hkv_py_int
     return 0;
 }
 
-int hkv_py_ints_import(hkv_py_state *state, PyObject *obj, const hkv_py_ints_rule *rule, hkv_py_ints *ints)
+/* Values stay where they are. */
+static int ints_from_device(hkv_py_state *state, PyObject *obj, const hkv_py_ints_rule *rule, const hkv_py_place *place,
+                            hkv_py_ints *ints)
+{
+    hkv_py_tensor *t = &ints->tensor;
+    if (hkv_py_tensor_import(state, obj, rule->argument, place, 1, t) < 0) return -1;
+    if (t->dtype_code != HKV_DL_INT || t->dtype_bits != 8 * rule->width)
+        return hkv_py_fail(state, HKV_ERR_TYPE, rule->argument, "expected dtype int%d on a device, got %s",
+                           (int)(8 * rule->width), hkv_py_tensor_describe(t).chars);
+    if (ints_take_shape(state, t, rule, ints) < 0 || check_length(state, rule, ints) < 0 ||
+        hkv_py_tensor_check_compact(state, t) < 0)
+        return -1;
+    ints->values = t->data;
+    return 0;
+}
+
+int hkv_py_ints_import(hkv_py_state *state, PyObject *obj, const hkv_py_ints_rule *rule, const hkv_py_place *place,
+                       hkv_py_ints *ints)
 {
     int result;
     memset(ints, 0, sizeof *ints);
-    if (PyObject_HasAttr((PyObject *)Py_TYPE(obj), state->dlpack_name)) { /* NumPy arrays have it too */
+    if (place->device_type != HKV_DL_CPU) {
+        result = ints_from_device(state, obj, rule, place, ints);
+    } else if (PyObject_HasAttr((PyObject *)Py_TYPE(obj), state->dlpack_name)) { /* NumPy arrays have it too */
         hkv_py_tensor t;
-        result = hkv_py_tensor_import(state, obj, rule->argument, 0, &t);
+        result = hkv_py_tensor_import(state, obj, rule->argument, &hkv_py_host, 0, &t);
         if (result == 0) result = ints_from_tensor(state, &t, rule, ints);
         hkv_py_tensor_release(&t);
     } else {
@@ -180,16 +208,9 @@ int hkv_py_ints_import(hkv_py_state *state, PyObject *obj, const hkv_py_ints_rul
     return result;
 }
 
-int hkv_py_stream_from_object(hkv_py_state *state, PyObject *obj, void **stream)
-{
-    int64_t address;
-    if (hkv_py_int_from_object(state, obj, "stream", 0, INT64_MAX, &address) < 0) return -1;
-    *stream = (void *)(uintptr_t)address;
-    return 0;
-}
-
 void hkv_py_ints_release(hkv_py_ints *ints)
 {
-    PyMem_RawFree(ints->values);
+    if (ints->values != ints->tensor.data) PyMem_RawFree(ints->values);
     ints->values = NULL;
+    hkv_py_tensor_release(&ints->tensor);
 }

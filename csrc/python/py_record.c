@@ -99,7 +99,7 @@ static PyObject *record_layout(PyObject *module, PyObject *args, PyObject *kwarg
 static int import_tokens(hkv_py_state *state, PyObject *obj, const char *argument, const int64_t *shape,
                          hkv_py_tensor *t)
 {
-    if (hkv_py_tensor_import(state, obj, argument, 0, t) < 0 || hkv_py_tensor_check_cpu(state, t) < 0 ||
+    if (hkv_py_tensor_import(state, obj, argument, &hkv_py_host, 0, t) < 0 ||
         hkv_py_tensor_check_shape(state, t, 2, shape, "[n, D]") < 0)
         return -1;
     return hkv_py_tensor_check_layout(state, t, 0);

@@ -6,7 +6,8 @@
 /* Arrays of the open step; the library keeps pointers to them until the next begin. */
 typedef struct store_batch {
     hkv_py_ints cu_new_tokens, seq_lens, block_table, slot_mapping, copy_sources;
-    int64_t clock;
+    hkv_py_ints clock;   /* on a device */
+    int64_t clock_value; /* on the CPU */
     hkv_batch batch;
 } store_batch;
 
@@ -37,6 +38,7 @@ static void batch_destroy(store_batch *b)
     hkv_py_ints_release(&b->block_table);
     hkv_py_ints_release(&b->slot_mapping);
     hkv_py_ints_release(&b->copy_sources);
+    hkv_py_ints_release(&b->clock);
     PyMem_RawFree(b);
 }
 
@@ -68,6 +70,7 @@ static int store_open(hkv_py_state *state, hkv_py_store *self, hkv_store_options
                                       .n_kv_heads = options->n_kv_heads,
                                       .head_dim = options->head_dim,
                                       .dtype = options->dtype,
+                                      .place = hkv_py_place_of(options->backend, options->device_index),
                                       .n_tokens = -1,
                                       .n_rows = -1};
     return self->object.owner && self->pages ? 0 : -1;
@@ -126,7 +129,7 @@ static int pages_layout(hkv_py_state *state, const hkv_py_store *self, const hkv
                         size_t *head_stride)
 {
     size_t element_bytes = t->dtype_bits / 8;
-    if (hkv_py_tensor_check_cpu(state, t) < 0 || hkv_py_tensor_check_layout(state, t, 1) < 0) return -1;
+    if (hkv_py_tensor_check_layout(state, t, 1) < 0) return -1;
     if (t->ndim != 2 && t->ndim != 3)
         return hkv_py_fail(state, HKV_ERR_ARGUMENT, "pages", "expected [blocks, Hkv, bytes] or [blocks, bytes], got %s",
                            hkv_py_tensor_describe(t).chars);
@@ -167,7 +170,7 @@ static PyObject *store_bind_layer(PyObject *op, PyObject *args)
         hkv_py_index_from_object(state, layer_obj, "layer", self->rule.n_layers, &layer_idx) < 0 ||
         hkv_py_enter(state, &self->object) < 0)
         return NULL;
-    int result = hkv_py_tensor_import(state, pages_obj, "pages", 1, &pages);
+    int result = hkv_py_tensor_import(state, pages_obj, "pages", &self->rule.place, 1, &pages);
     if (result == 0) result = bind_tensor(state, self, layer_idx, &pages);
     if (result == 0) { /* keep the new ones, let go of what was bound before */
         hkv_py_tensor previous = self->pages[layer_idx];
@@ -182,57 +185,95 @@ static PyObject *store_bind_layer(PyObject *op, PyObject *args)
 
 /* ------------------------------------------------------------------------------------------------------------ steps */
 
-/* Copy the arrays of a step; the library checks what they say. */
-static int batch_parse(hkv_py_state *state, PyObject *args, store_batch *b)
-{
+/* The arguments of begin as Python says them. */
+typedef struct batch_args {
     PyObject *cu_new_tokens, *seq_lens, *block_table, *slot_mapping, *copy_sources, *clock, *max_row_tokens, *stream;
-    if (!PyArg_ParseTuple(args, "OOOOOOOO:begin", &cu_new_tokens, &seq_lens, &block_table, &slot_mapping, &copy_sources,
-                          &clock, &max_row_tokens, &stream))
-        return -1;
+} batch_args;
+
+/* The arrays that have an entry for every row. */
+static int parse_rows(hkv_py_state *state, const batch_args *args, const hkv_py_place *place, store_batch *b)
+{
     const hkv_py_ints_rule lens_rule = {"seq_lens", 1, 0, INT32_MAX, 4, -1, "[R]"};
-    if (hkv_py_ints_import(state, seq_lens, &lens_rule, &b->seq_lens) < 0) return -1;
+    if (hkv_py_ints_import(state, args->seq_lens, &lens_rule, place, &b->seq_lens) < 0) return -1;
     int64_t n_rows = b->seq_lens.shape[0];
     if (n_rows >= INT32_MAX)
         return hkv_py_fail(state, HKV_ERR_RANGE, "seq_lens", "too many rows: %lld", (long long)n_rows);
     const hkv_py_ints_rule cu_rule = {"cu_new_tokens", 1, 0, INT32_MAX, 4, n_rows + 1, "[R + 1]"};
     const hkv_py_ints_rule table_rule = {"block_table", 2, INT32_MIN, INT32_MAX, 4, n_rows, "[R, blocks]"};
-    if (hkv_py_ints_import(state, cu_new_tokens, &cu_rule, &b->cu_new_tokens) < 0 ||
-        hkv_py_ints_import(state, block_table, &table_rule, &b->block_table) < 0)
-        return -1;
-    int64_t n_tokens = ((const int32_t *)b->cu_new_tokens.values)[n_rows];
-    const hkv_py_ints_rule slot_rule = {"slot_mapping", 1, INT64_MIN, INT64_MAX, 8, n_tokens, "[N]"};
     const hkv_py_ints_rule copy_rule = {"copy_sources", 1, INT32_MIN, INT32_MAX, 4, n_rows, "[R]"};
-    if (hkv_py_ints_import(state, slot_mapping, &slot_rule, &b->slot_mapping) < 0 ||
-        (copy_sources != Py_None && hkv_py_ints_import(state, copy_sources, &copy_rule, &b->copy_sources) < 0) ||
-        (clock != Py_None && hkv_py_int_from_object(state, clock, "clock", INT64_MIN, INT64_MAX, &b->clock) < 0))
+    if (hkv_py_ints_import(state, args->cu_new_tokens, &cu_rule, place, &b->cu_new_tokens) < 0 ||
+        hkv_py_ints_import(state, args->block_table, &table_rule, place, &b->block_table) < 0)
         return -1;
-    int32_t most;
-    void *cuda_stream;
-    if (hkv_py_int32_from_object(state, max_row_tokens, "max_row_tokens", &most) < 0 ||
-        hkv_py_stream_from_object(state, stream, &cuda_stream) < 0)
+    if (args->copy_sources == Py_None) return 0;
+    return hkv_py_ints_import(state, args->copy_sources, &copy_rule, place, &b->copy_sources);
+}
+
+/* N is known from cu_new_tokens; on a device, whose values are not looked at, from the number of slots. */
+static int parse_slots(hkv_py_state *state, const batch_args *args, const hkv_py_place *place, store_batch *b)
+{
+    int64_t n_rows = b->seq_lens.shape[0], n_tokens = -1;
+    if (place->device_type == HKV_DL_CPU) n_tokens = ((const int32_t *)b->cu_new_tokens.values)[n_rows];
+    const hkv_py_ints_rule rule = {"slot_mapping", 1, INT64_MIN, INT64_MAX, 8, n_tokens, "[N]"};
+    if (hkv_py_ints_import(state, args->slot_mapping, &rule, place, &b->slot_mapping) < 0) return -1;
+    if (b->slot_mapping.shape[0] <= INT32_MAX) return 0;
+    return hkv_py_fail(state, HKV_ERR_RANGE, "slot_mapping", "too many tokens: %lld",
+                       (long long)b->slot_mapping.shape[0]);
+}
+
+/* A number on the CPU, [1] on a device; *clock points to it, NULL if there is none. */
+static int parse_clock(hkv_py_state *state, const batch_args *args, const hkv_py_place *place, store_batch *b,
+                       const int64_t **clock)
+{
+    const hkv_py_ints_rule rule = {"clock", 1, INT64_MIN, INT64_MAX, 8, 1, "[1]"};
+    *clock = NULL;
+    if (args->clock == Py_None) return 0;
+    if (place->device_type == HKV_DL_CPU) {
+        *clock = &b->clock_value;
+        return hkv_py_int_from_object(state, args->clock, "clock", INT64_MIN, INT64_MAX, &b->clock_value);
+    }
+    if (hkv_py_ints_import(state, args->clock, &rule, place, &b->clock) < 0) return -1;
+    *clock = b->clock.values;
+    return 0;
+}
+
+/* Take over the arrays of a step; the library checks what they say. */
+static int batch_parse(hkv_py_state *state, const hkv_py_store *self, PyObject *tuple, store_batch *b)
+{
+    batch_args args;
+    hkv_py_place place;
+    const int64_t *clock;
+    int32_t max_row_tokens;
+    if (!PyArg_ParseTuple(tuple, "OOOOOOOO:begin", &args.cu_new_tokens, &args.seq_lens, &args.block_table,
+                          &args.slot_mapping, &args.copy_sources, &args.clock, &args.max_row_tokens, &args.stream) ||
+        hkv_py_place_for_call(state, &self->rule.place, args.stream, &place) < 0 ||
+        parse_rows(state, &args, &place, b) < 0 || parse_slots(state, &args, &place, b) < 0 ||
+        parse_clock(state, &args, &place, b, &clock) < 0 ||
+        hkv_py_int32_from_object(state, args.max_row_tokens, "max_row_tokens", &max_row_tokens) < 0)
         return -1;
     b->batch = (hkv_batch){
-        .n_rows = (int32_t)n_rows,
-        .n_new_tokens = (int32_t)n_tokens,
-        .max_row_tokens = most,
+        .n_rows = (int32_t)b->seq_lens.shape[0],
+        .n_new_tokens = (int32_t)b->slot_mapping.shape[0],
+        .max_row_tokens = max_row_tokens,
         .cu_new_tokens = b->cu_new_tokens.values,
         .seq_lens = b->seq_lens.values,
         .block_table = b->block_table.values,
         .block_table_stride = b->block_table.shape[1],
         .slot_mapping = b->slot_mapping.values,
         .copy_sources = b->copy_sources.values,
-        .clock = clock == Py_None ? NULL : &b->clock,
-        .stream = cuda_stream,
+        .clock = clock,
+        .stream = place.stream,
     };
     return 0;
 }
 
-static int64_t max_blocks_of(const hkv_batch *batch, int32_t block_size)
+/* Blocks of the longest row; on a device, as many as a row can have. */
+static int64_t max_blocks_of(const hkv_py_store *self, const hkv_batch *batch)
 {
     int64_t longest = 0;
+    if (self->rule.place.device_type != HKV_DL_CPU) return batch->block_table_stride;
     for (int32_t i = 0; i < batch->n_rows; i++)
         if (batch->seq_lens[i] > longest) longest = batch->seq_lens[i];
-    return (longest + block_size - 1) / block_size;
+    return (longest + self->block_size - 1) / self->block_size;
 }
 
 /* The object is held. On success the store owns b and the previous arrays are gone. */
@@ -251,7 +292,7 @@ static int batch_begin(hkv_py_state *state, hkv_py_store *self, store_batch *b)
     self->step = b;
     self->rule.n_tokens = b->batch.n_new_tokens;
     self->rule.n_rows = b->batch.n_rows;
-    self->rule.max_blocks = max_blocks_of(&b->batch, self->block_size);
+    self->rule.max_blocks = max_blocks_of(self, &b->batch);
     return 0;
 }
 
@@ -261,7 +302,7 @@ static PyObject *store_begin(PyObject *op, PyObject *args)
     hkv_py_store *self = (hkv_py_store *)op;
     store_batch *b = PyMem_RawCalloc(1, sizeof *b);
     if (!b) return PyErr_NoMemory();
-    int result = batch_parse(state, args, b);
+    int result = batch_parse(state, self, args, b);
     if (result == 0) result = hkv_py_enter(state, &self->object);
     if (result == 0) {
         result = batch_begin(state, self, b);
@@ -336,7 +377,7 @@ static PyObject *store_read_tokens(PyObject *op, PyObject *args)
         return NULL;
     if (hkv_py_token_output_import(state, k_obj, "k_out", n, &self->rule, &k) == 0 &&
         hkv_py_token_output_import(state, v_obj, "v_out", n, &self->rule, &v) == 0 &&
-        hkv_py_ints_import(state, table_obj, &rule, &table) == 0)
+        hkv_py_ints_import(state, table_obj, &rule, &hkv_py_host, &table) == 0)
         result = read_row(state, self, layer_idx, &table, seq_len, first, n, &k, &v);
     hkv_py_ints_release(&table);
     hkv_py_tensor_release(&k);

@@ -24,9 +24,17 @@ static const char *dtype_family(uint8_t code)
     }
 }
 
-static const char *device_family(int32_t type)
+/* "cpu", "cuda:0", "DLPack device 8:0" */
+static hkv_py_text describe_device(int32_t type, int32_t id)
 {
-    return type == HKV_DL_CPU || type == HKV_DL_CUDA_HOST ? "cpu" : type == HKV_DL_CUDA ? "cuda" : "device";
+    hkv_py_text text;
+    if (type == HKV_DL_CPU || type == HKV_DL_CUDA_HOST)
+        snprintf(text.chars, sizeof text.chars, "cpu");
+    else if (type == HKV_DL_CUDA || type == HKV_DL_CUDA_MANAGED)
+        snprintf(text.chars, sizeof text.chars, "cuda:%d", (int)id);
+    else
+        snprintf(text.chars, sizeof text.chars, "DLPack device %d:%d", (int)type, (int)id);
+    return text;
 }
 
 hkv_py_text hkv_py_tensor_describe(const hkv_py_tensor *t)
@@ -38,6 +46,42 @@ hkv_py_text hkv_py_tensor_describe(const hkv_py_tensor *t)
         n += (size_t)snprintf(text.chars + n, size - n, "%s%lld", i ? ", " : "", (long long)t->shape[i]);
     if (n < size) snprintf(text.chars + n, size - n, "]");
     return text;
+}
+
+/* ----------------------------------------------------------------------------------------------------------- places */
+
+const hkv_py_place hkv_py_host = {.device_type = HKV_DL_CPU};
+
+hkv_py_place hkv_py_place_of(const hkv_backend *backend, int32_t device_index)
+{
+    return backend ? (hkv_py_place){.device_type = HKV_DL_CUDA, .device_id = device_index} : hkv_py_host;
+}
+
+static int is_host(const hkv_py_place *place)
+{
+    return place->device_type == HKV_DL_CPU;
+}
+
+int hkv_py_place_for_call(hkv_py_state *state, const hkv_py_place *object_place, PyObject *stream,
+                          hkv_py_place *call_place)
+{
+    int64_t address;
+    if (hkv_py_int_from_object(state, stream, "stream", 0, INT64_MAX, &address) < 0) return -1;
+    if (is_host(object_place) && address != 0)
+        return hkv_py_fail(state, HKV_ERR_ARGUMENT, "stream", "there are no streams on the CPU, got %#llx",
+                           (unsigned long long)address);
+    *call_place = *object_place;
+    call_place->stream = (void *)(uintptr_t)address;
+    return 0;
+}
+
+static int check_device(hkv_py_state *state, const char *argument, int32_t type, int32_t id, const hkv_py_place *place)
+{
+    int fits = is_host(place) ? type == HKV_DL_CPU || type == HKV_DL_CUDA_HOST
+                              : (type == HKV_DL_CUDA || type == HKV_DL_CUDA_MANAGED) && id == place->device_id;
+    if (fits) return 0;
+    return hkv_py_fail(state, HKV_ERR_ARGUMENT, argument, "expected a tensor on %s, got one on %s",
+                       describe_device(place->device_type, place->device_id).chars, describe_device(type, id).chars);
 }
 
 /* ----------------------------------------------------------------------------------------------------------- import */
@@ -140,29 +184,64 @@ static int import_capsule(hkv_py_state *state, PyObject *capsule, hkv_py_tensor 
                        "__dlpack__ did not return an unused DLPack capsule but a %.80s", Py_TYPE(capsule)->tp_name);
 }
 
-/* __dlpack__ without max_version, for producers that do not know the keyword. */
-static PyObject *call_dlpack(hkv_py_state *state, PyObject *obj)
+/* The stream as __dlpack__ wants it: None on the CPU, and no 0, which could mean two streams. */
+static PyObject *stream_for_producer(const hkv_py_place *place)
 {
-    PyObject *args[2] = {obj, state->dlpack_version};
-    PyObject *capsule = PyObject_VectorcallMethod(state->dlpack_name, args, 1, state->dlpack_kwnames);
-    if (capsule || !PyErr_ExceptionMatches(PyExc_TypeError)) return capsule;
-    PyErr_Clear();
-    return PyObject_CallMethodNoArgs(obj, state->dlpack_name);
+    if (is_host(place)) return Py_NewRef(Py_None);
+    return place->stream ? PyLong_FromVoidPtr(place->stream) : PyLong_FromLong(HKV_DL_STREAM_LEGACY);
 }
 
-static int import_by_method(hkv_py_state *state, PyObject *obj, hkv_py_tensor *t)
+/* Asked again without max_version where the producer does not know it. */
+static PyObject *call_dlpack(hkv_py_state *state, PyObject *obj, const hkv_py_place *place)
 {
-    PyObject *capsule = call_dlpack(state, obj);
+    PyObject *stream = stream_for_producer(place);
+    if (!stream) return NULL;
+    PyObject *args[3] = {obj, stream, state->dlpack_version};
+    PyObject *capsule = PyObject_VectorcallMethod(state->dlpack_name, args, 1, state->dlpack_kwnames);
+    if (!capsule && PyErr_ExceptionMatches(PyExc_TypeError)) {
+        PyErr_Clear();
+        capsule = PyObject_VectorcallMethod(state->dlpack_name, args, 1, state->dlpack_old_kwnames);
+    }
+    Py_DECREF(stream);
+    return capsule;
+}
+
+/* A stream means something only to a producer on the same device. */
+static int ask_device(hkv_py_state *state, PyObject *obj, const char *argument, const hkv_py_place *place)
+{
+    int type, id;
+    PyObject *answer = PyObject_CallMethodNoArgs(obj, state->dlpack_device_name);
+    if (!answer) return import_failed(state, obj, argument);
+    int is_pair = PyTuple_Check(answer) && PyArg_ParseTuple(answer, "ii", &type, &id);
+    Py_DECREF(answer);
+    if (is_pair) return check_device(state, argument, type, id, place);
+    PyErr_Clear();
+    return hkv_py_fail(state, HKV_ERR_ARGUMENT, argument, "__dlpack_device__ did not return (type, index)");
+}
+
+static int import_by_method(hkv_py_state *state, PyObject *obj, const hkv_py_place *place, hkv_py_tensor *t)
+{
+    if (!is_host(place) && ask_device(state, obj, t->argument, place) < 0) return -1;
+    PyObject *capsule = call_dlpack(state, obj, place);
     if (!capsule) return import_failed(state, obj, t->argument);
     int result = import_capsule(state, capsule, t);
     Py_DECREF(capsule);
     return result;
 }
 
-int hkv_py_tensor_import(hkv_py_state *state, PyObject *obj, const char *argument, int retain, hkv_py_tensor *t)
+/* The C API orders nothing: it serves where the producer works on our stream anyway. */
+static int is_in_order(const hkv_dl_api *api, const hkv_py_place *place)
 {
-    memset(t, 0, sizeof *t);
-    t->argument = argument;
+    void *stream = NULL;
+    if (is_host(place)) return 1;
+    if (!api->current_work_stream) return 0;
+    if (api->current_work_stream(place->device_type, place->device_id, &stream) == 0) return stream == place->stream;
+    PyErr_Clear();
+    return 0;
+}
+
+static int import_from(hkv_py_state *state, PyObject *obj, const hkv_py_place *place, int retain, hkv_py_tensor *t)
+{
     int is_array = hkv_py_numpy_import(state, obj, t);
     if (is_array < 0) return -1;
     if (is_array) {
@@ -171,10 +250,20 @@ int hkv_py_tensor_import(hkv_py_state *state, PyObject *obj, const char *argumen
     }
     const hkv_dl_api *api = exchange_api_of(state, obj);
     if (!api && !PyObject_HasAttr((PyObject *)Py_TYPE(obj), state->dlpack_name))
-        return hkv_py_fail(state, HKV_ERR_TYPE, argument,
+        return hkv_py_fail(state, HKV_ERR_TYPE, t->argument,
                            "expected a NumPy array or a tensor with __dlpack__, got %.80s", Py_TYPE(obj)->tp_name);
-    if (check_requires_grad(state, obj, argument) < 0) return -1;
-    return api ? import_by_api(state, api, obj, retain, t) : import_by_method(state, obj, t);
+    if (check_requires_grad(state, obj, t->argument) < 0) return -1;
+    if (api && is_in_order(api, place)) return import_by_api(state, api, obj, retain, t);
+    return import_by_method(state, obj, place, t);
+}
+
+int hkv_py_tensor_import(hkv_py_state *state, PyObject *obj, const char *argument, const hkv_py_place *place,
+                         int retain, hkv_py_tensor *t)
+{
+    memset(t, 0, sizeof *t);
+    t->argument = argument;
+    if (import_from(state, obj, place, retain, t) < 0) return -1;
+    return check_device(state, argument, t->device_type, t->device_id, place);
 }
 
 void hkv_py_tensor_release(hkv_py_tensor *t)
@@ -187,13 +276,6 @@ void hkv_py_tensor_release(hkv_py_tensor *t)
 }
 
 /* ----------------------------------------------------------------------------------------------------------- checks */
-
-int hkv_py_tensor_check_cpu(hkv_py_state *state, const hkv_py_tensor *t)
-{
-    if (t->device_type == HKV_DL_CPU || t->device_type == HKV_DL_CUDA_HOST) return 0;
-    return hkv_py_fail(state, HKV_ERR_ARGUMENT, t->argument, "expected a tensor on cpu, got one on %s:%d",
-                       device_family(t->device_type), (int)t->device_id);
-}
 
 int hkv_py_tensor_check_dtype(hkv_py_state *state, const hkv_py_tensor *t, hkv_dtype dtype)
 {
@@ -261,6 +343,19 @@ int hkv_py_tensor_check_layout(hkv_py_state *state, const hkv_py_tensor *t, int 
             return hkv_py_fail(state, HKV_ERR_ARGUMENT, t->argument,
                                "is written to, but elements overlap along dimension %d (stride %lld)", (int)i,
                                (long long)t->strides[i]);
+    return 0;
+}
+
+int hkv_py_tensor_check_compact(hkv_py_state *state, const hkv_py_tensor *t)
+{
+    int64_t compact = 1;
+    if (hkv_py_tensor_check_layout(state, t, 0) < 0) return -1;
+    for (int32_t i = t->ndim - 1; i >= 0 && !hkv_py_tensor_is_empty(t); i--) {
+        if (t->shape[i] > 1 && t->strides[i] != compact)
+            return hkv_py_fail(state, HKV_ERR_ARGUMENT, t->argument,
+                               "must be contiguous, got stride %lld in dimension %d", (long long)t->strides[i], (int)i);
+        compact *= t->shape[i];
+    }
     return 0;
 }
 

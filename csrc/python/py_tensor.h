@@ -22,14 +22,24 @@ typedef struct hkv_py_tensor {
     hkv_dl_managed_versioned *managed_versioned;
 } hkv_py_tensor;
 
-/* Look into obj without copying it. With retain = 0 the tensor is valid only until control returns to Python (the
- * caller's reference to obj keeps it alive); with retain = 1 until hkv_py_tensor_release. ArgumentError or DtypeError
- * name the argument. A tensor that was zeroed or failed may be released too. */
-int hkv_py_tensor_import(hkv_py_state *state, PyObject *obj, const char *argument, int retain, hkv_py_tensor *t);
+/* The CPU. */
+extern const hkv_py_place hkv_py_host;
+/* Where an object of this backend (NULL = CPU) computes. */
+hkv_py_place hkv_py_place_of(const hkv_backend *backend, int32_t device_index);
+/* The place of an object for one call on `stream`, a CUDA stream by its address as frameworks give it; 0 is the default
+ * stream, and all there is on the CPU. */
+int hkv_py_place_for_call(hkv_py_state *state, const hkv_py_place *object_place, PyObject *stream,
+                          hkv_py_place *call_place);
+
+/* Look into obj, which must lie on place, without copying it; what its producer queued comes before what place->stream
+ * gets from now on. With retain = 0 the tensor is valid only until control returns to Python (the caller's reference to
+ * obj keeps it alive); with retain = 1 until hkv_py_tensor_release. ArgumentError or DtypeError name the argument. A
+ * tensor that was zeroed or failed may be released too. */
+int hkv_py_tensor_import(hkv_py_state *state, PyObject *obj, const char *argument, const hkv_py_place *place,
+                         int retain, hkv_py_tensor *t);
 void hkv_py_tensor_release(hkv_py_tensor *t);
 
 /* Checks, each naming argument, rule and value. */
-int hkv_py_tensor_check_cpu(hkv_py_state *state, const hkv_py_tensor *t);
 int hkv_py_tensor_check_dtype(hkv_py_state *state, const hkv_py_tensor *t, hkv_dtype dtype);
 /* ndim and every shape[i] >= 0; letters describe the dimensions: "[N, Hq, D]". */
 int hkv_py_tensor_check_shape(hkv_py_state *state, const hkv_py_tensor *t, int32_t ndim, const int64_t *shape,
@@ -37,6 +47,9 @@ int hkv_py_tensor_check_shape(hkv_py_state *state, const hkv_py_tensor *t, int32
 /* Last dimension contiguous, no negative strides, data aligned to its elements; with writable = 1 also not read-only
  * and no two elements in one place. */
 int hkv_py_tensor_check_layout(hkv_py_state *state, const hkv_py_tensor *t, int writable);
+
+/* The same for a tensor that is read, and no gaps anywhere. */
+int hkv_py_tensor_check_compact(hkv_py_state *state, const hkv_py_tensor *t);
 
 /* Whether there is no element; strides mean nothing then. */
 int hkv_py_tensor_is_empty(const hkv_py_tensor *t);
@@ -59,10 +72,11 @@ PyObject *hkv_py_numpy_create_f32(int32_t ndim, const int64_t *shape, float **da
 
 /* ----------------------------------------------------------------------------------------- index arrays: py_index.c */
 
-/* A converted copy of integers; values are int32 or int64 as asked for. */
+/* Integers, int32 or int64 as asked for: on the CPU a converted copy, on a device the caller's own. */
 typedef struct hkv_py_ints {
-    void *values;     /* [shape[0]] or [shape[0], shape[1]] compact; NULL if empty */
-    int64_t shape[2]; /* shape[1] = 1 for one dimension */
+    void *values;         /* [shape[0]] or [shape[0], shape[1]] compact; NULL if empty */
+    int64_t shape[2];     /* shape[1] = 1 for one dimension */
+    hkv_py_tensor tensor; /* keeps values on a device alive */
 } hkv_py_ints;
 
 /* What an index argument must be. */
@@ -76,8 +90,10 @@ typedef struct hkv_py_ints_rule {
     const char *letters; /* "[R]" */
 } hkv_py_ints_rule;
 
-/* Accepts lists and tuples of integers, NumPy arrays and DLPack tensors of any integer width and strides. */
-int hkv_py_ints_import(hkv_py_state *state, PyObject *obj, const hkv_py_ints_rule *rule, hkv_py_ints *ints);
+/* On the CPU accepts lists and tuples of integers, NumPy arrays and DLPack tensors of any integer width and strides. On
+ * a device nothing is copied and no value looked at: a compact tensor of the width asked for must lie there. */
+int hkv_py_ints_import(hkv_py_state *state, PyObject *obj, const hkv_py_ints_rule *rule, const hkv_py_place *place,
+                       hkv_py_ints *ints);
 void hkv_py_ints_release(hkv_py_ints *ints);
 
 /* One Python integer in lowest..highest; bools and reals are refused. */
@@ -85,8 +101,6 @@ int hkv_py_int_from_object(hkv_py_state *state, PyObject *obj, const char *argum
                            int64_t *value);
 /* An index of one of n things. */
 int hkv_py_index_from_object(hkv_py_state *state, PyObject *obj, const char *argument, int32_t n, int32_t *value);
-/* A CUDA stream by its address, as frameworks give it; 0 = the default stream, all there is on the CPU. */
-int hkv_py_stream_from_object(hkv_py_state *state, PyObject *obj, void **stream);
 /* Any int32; what it means is checked by the library. */
 int hkv_py_int32_from_object(hkv_py_state *state, PyObject *obj, const char *argument, int32_t *value);
 
@@ -98,6 +112,7 @@ int hkv_py_int32_from_object(hkv_py_state *state, PyObject *obj, const char *arg
 typedef struct hkv_py_attend_rule {
     int32_t n_layers, n_kv_heads, head_dim;
     hkv_dtype dtype;
+    hkv_py_place place; /* of the object; its stream is NULL */
     int64_t n_tokens;   /* N of the open step */
     int64_t n_rows;     /* R */
     int64_t max_blocks; /* logical blocks of the longest row */
@@ -114,7 +129,7 @@ int hkv_py_attend_parse(hkv_py_state *state, PyObject *const *args, Py_ssize_t n
                         hkv_py_attend *attend);
 void hkv_py_attend_release(hkv_py_attend *attend);
 
-/* k_out, v_out [n_tokens, Hkv, D] of read_tokens: compact CPU tensors to be written. */
+/* k_out, v_out [n_tokens, Hkv, D] of read_tokens: compact tensors to be written. */
 int hkv_py_token_output_import(hkv_py_state *state, PyObject *obj, const char *argument, int64_t n_tokens,
                                const hkv_py_attend_rule *rule, hkv_py_tensor *t);
 

@@ -9,15 +9,20 @@
 
 typedef struct hkv_py_view {
     PyObject_HEAD hkv_py_owner *owner;
+    int32_t layer_idx;
     hkv_cache_pages pages;
+    hkv_py_place place;
 } hkv_py_view;
 
-PyObject *hkv_py_view_create(hkv_py_state *state, hkv_py_owner *owner, const hkv_cache_pages *pages)
+PyObject *hkv_py_view_create(hkv_py_state *state, hkv_py_owner *owner, int32_t layer_idx, const hkv_cache_pages *pages,
+                             const hkv_py_place *place)
 {
     hkv_py_view *view = PyObject_New(hkv_py_view, state->view_type);
     if (!view) return NULL;
     view->owner = hkv_py_owner_acquire(owner);
+    view->layer_idx = layer_idx;
     view->pages = *pages;
+    view->place = *place;
     return (PyObject *)view;
 }
 
@@ -69,7 +74,8 @@ static export_block *export_create(const hkv_py_view *view)
     block->strides[2] = 1;
     block->plain.tensor = (hkv_dl_tensor){
         .data = (void *)(uintptr_t)view->pages.base, /* the interface has no const */
-        .device_type = HKV_DL_CPU,
+        .device_type = view->place.device_type,
+        .device_id = view->place.device_id,
         .ndim = VIEW_NDIM,
         .dtype_code = HKV_DL_UINT,
         .dtype_bits = 8,
@@ -126,7 +132,7 @@ static int wants_versioned(PyObject *max_version)
     return major >= HKV_DL_VERSION_MAJOR;
 }
 
-static int check_device(PyObject *dl_device)
+static int check_device(const hkv_py_view *view, PyObject *dl_device)
 {
     int type, index;
     if (dl_device == Py_None) return 0;
@@ -134,10 +140,42 @@ static int check_device(PyObject *dl_device)
         if (!PyErr_Occurred()) PyErr_SetString(PyExc_TypeError, "dl_device: expected a tuple (type, index) or None");
         return -1;
     }
-    if (type == HKV_DL_CPU && index == 0) return 0;
-    PyErr_Format(PyExc_BufferError, "dl_device: pages lie on the CPU, (1, 0), and are not copied to (%d, %d)", type,
-                 index);
+    if (type == view->place.device_type && index == view->place.device_id) return 0;
+    PyErr_Format(PyExc_BufferError, "dl_device: pages lie on (%d, %d), and are not copied to (%d, %d)",
+                 (int)view->place.device_type, (int)view->place.device_id, type, index);
     return -1;
+}
+
+/* Whatever stream the consumer works on finds the pages complete: the library waits for the device. */
+static int wait_for_pages(const hkv_py_view *view)
+{
+    hkv_cache_pages pages;
+    hkv_error error;
+    hkv_status status;
+    Py_BEGIN_ALLOW_THREADS
+    status = hkv_cache_read_pages(view->owner->handle, view->layer_idx, &pages, &error);
+    Py_END_ALLOW_THREADS
+    if (status == HKV_OK) return 0;
+    PyErr_Format(PyExc_BufferError, "%s", error.message);
+    return -1;
+}
+
+/* The stream argument of __dlpack__: None on the CPU; on CUDA None, 1, 2, an address, or -1 for no waiting. */
+static int order_for_consumer(const hkv_py_view *view, PyObject *stream)
+{
+    long long address = HKV_DL_STREAM_LEGACY;
+    if (view->place.device_type == HKV_DL_CPU) {
+        if (stream == Py_None) return 0;
+        PyErr_SetString(PyExc_BufferError, "stream: must be None for memory on the CPU");
+        return -1;
+    }
+    if (stream != Py_None) address = PyLong_AsLongLong(stream);
+    if (PyErr_Occurred()) return -1;
+    if (address == 0 || address < HKV_DL_STREAM_NO_SYNC) {
+        PyErr_Format(PyExc_BufferError, "stream: expected None, -1, 1, 2 or a stream's address, got %lld", address);
+        return -1;
+    }
+    return address == HKV_DL_STREAM_NO_SYNC ? 0 : wait_for_pages(view);
 }
 
 static PyObject *view_dlpack(PyObject *self, PyObject *args, PyObject *kwargs)
@@ -147,22 +185,20 @@ static PyObject *view_dlpack(PyObject *self, PyObject *args, PyObject *kwargs)
     if (!PyArg_ParseTupleAndKeywords(args, kwargs, "|$OOOO:__dlpack__", names, &stream, &max_version, &dl_device,
                                      &copy))
         return NULL;
-    if (stream != Py_None) {
-        PyErr_SetString(PyExc_BufferError, "stream: must be None for memory on the CPU");
-        return NULL;
-    }
+    const hkv_py_view *view = (const hkv_py_view *)self;
     if (copy == Py_True) {
         PyErr_SetString(PyExc_BufferError, "copy: pages are shared, not copied; copy the imported array");
         return NULL;
     }
     int is_versioned = wants_versioned(max_version);
-    if (is_versioned < 0 || check_device(dl_device) < 0) return NULL;
-    return export_capsule((hkv_py_view *)self, is_versioned);
+    if (is_versioned < 0 || check_device(view, dl_device) < 0 || order_for_consumer(view, stream) < 0) return NULL;
+    return export_capsule(view, is_versioned);
 }
 
-static PyObject *view_dlpack_device(PyObject *Py_UNUSED(self), PyObject *Py_UNUSED(unused))
+static PyObject *view_dlpack_device(PyObject *self, PyObject *Py_UNUSED(unused))
 {
-    return Py_BuildValue("(ii)", HKV_DL_CPU, 0);
+    const hkv_py_place *place = &((hkv_py_view *)self)->place;
+    return Py_BuildValue("(ii)", (int)place->device_type, (int)place->device_id);
 }
 
 static PyObject *view_shape(PyObject *self, void *Py_UNUSED(closure))
@@ -175,7 +211,8 @@ static PyMethodDef view_methods[] = {
     {"__dlpack__", HKV_PY_FUNCTION(view_dlpack), METH_VARARGS | METH_KEYWORDS,
      "__dlpack__($self, *, stream=None, max_version=None, dl_device=None, copy=None)\n--\n\n"
      "A read-only DLPack capsule that keeps the memory alive, also after the cache is closed."},
-    {"__dlpack_device__", view_dlpack_device, METH_NOARGS, "__dlpack_device__($self)\n--\n\n(1, 0): the CPU."},
+    {"__dlpack_device__", view_dlpack_device, METH_NOARGS,
+     "__dlpack_device__($self)\n--\n\n(1, 0) for the CPU, (2, N) for cuda:N."},
     {NULL, NULL, 0, NULL},
 };
 
