@@ -149,7 +149,7 @@ class Store:
         max_row_tokens: int,
         stream: int,
         /,
-    ) -> tuple[int, int]: ...
+    ) -> tuple[int, int, int]: ...
     def attend(
         self,
         layer: int,

@@ -140,10 +140,10 @@ class Store:
             CUDA stream on which the step is decided; as in `Step.attend`.
         """
         address = stream_address(stream, self.device)
-        num_tokens, max_blocks = self._core.begin(
+        sizes = self._core.begin(
             cu_new_tokens, seq_lens, block_table, slot_mapping, copy_sources, clock, max_row_tokens, address
         )
-        self._sizes = OpenStep(len(seq_lens), num_tokens, max_blocks)
+        self._sizes = OpenStep(*sizes)
 
     def attend(
         self,

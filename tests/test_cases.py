@@ -16,18 +16,20 @@ from typing import Any
 
 import pytest
 import torch
+from devices import attend, to_host
 from reference import KvTable, PlainCache, attention, relative_error
 
 import hybridkv
 
 
-def small_cache(bits: int = 8, **options: Any) -> hybridkv.Cache:
+def small_cache(bits: int = 8, *, device: str = "cpu", **options: Any) -> hybridkv.Cache:
     config = hybridkv.HybridConfig(quantization_bits=bits, skip_mass=0.0, refine_mass=0.0)
     defaults: dict[str, Any] = {
         "num_layers": 1,
         "num_kv_heads": 2,
         "head_dim": 32,
         "dtype": "bfloat16",
+        "device": device,
         "max_tokens": 4096,
         "max_sequences": 8,
     }
@@ -39,7 +41,7 @@ def run(
 ) -> torch.Tensor:
     """One step of one layer with q = 0: the output is the mean of the visible values."""
     with cache.step(sequences, counts, token_ids=ids) as step:
-        return torch.as_tensor(step.attend(0, torch.zeros_like(k), k, v)).clone()
+        return attend(cache.device, step, 0, torch.zeros_like(k), k, v)  # type: ignore[no-any-return]
 
 
 def constant(cache: hybridkv.Cache, sequence: Any, n: int, value: float) -> torch.Tensor:
@@ -49,9 +51,9 @@ def constant(cache: hybridkv.Cache, sequence: Any, n: int, value: float) -> torc
 
 
 @pytest.mark.parametrize("bits", [0, 4, 6, 8])
-def test_case_2_degenerate_groups(bits: int) -> None:
+def test_case_2_degenerate_groups(device: str, bits: int) -> None:
     """Zero, constant, tiny and huge channels come back right, and nothing becomes infinite."""
-    cache = small_cache(bits, dtype="float16", prefix_reuse=False)
+    cache = small_cache(bits, device=device, dtype="float16", prefix_reuse=False)
     sequence = cache.add_sequence()
     k, v = torch.randn(2, 200, 2, 32).half()
     k[:, :, 0], k[:, :, 1] = 0.0, 3.0
@@ -59,8 +61,8 @@ def test_case_2_degenerate_groups(bits: int) -> None:
     k[:, :, 3] = torch.where(torch.arange(200) % 2 == 0, 6e4, -6e4)[:, None]
     v[70] = 0.0
     with cache.step([sequence], [200]) as step:
-        step.attend(0, torch.zeros(200, 2, 32).half(), k, v)
-    stored_k, stored_v = (torch.as_tensor(x).float() for x in cache.read_tokens(sequence, 0, 64, 128))
+        attend(cache.device, step, 0, torch.zeros(200, 2, 32).half(), k, v)
+    stored_k, stored_v = (to_host(x).float() for x in cache.read_tokens(sequence, 0, 64, 128))
     assert stored_k.isfinite().all()
     assert stored_v.isfinite().all()
     assert torch.equal(stored_k[:, :, :2], k[64:128, :, :2].float())
@@ -70,9 +72,9 @@ def test_case_2_degenerate_groups(bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [0, 8])
-def test_case_8_beams_and_cropping(bits: int) -> None:
+def test_case_8_beams_and_cropping(device: str, bits: int) -> None:
     """Reordering, selecting and cropping act on every tier."""
-    cache = small_cache(bits)
+    cache = small_cache(bits, device=device)
     rows = [cache.add_sequence() for _ in range(3)]
     for value, row in enumerate(rows):
         constant(cache, row, 200, float(value + 1))
@@ -83,7 +85,7 @@ def test_case_8_beams_and_cropping(bits: int) -> None:
     for row in rows:
         cache.truncate(row, 131)
         assert row.length == 131
-        k, v = (torch.as_tensor(x).float() for x in cache.read_tokens(row, 0, 0, 131))
+        k, v = (to_host(x).float() for x in cache.read_tokens(row, 0, 0, 131))
         assert v.unique().numel() == 1
         assert k.isfinite().all()
     with pytest.raises(hybridkv.ArgumentError, match="num_tokens"):
@@ -95,10 +97,10 @@ def test_case_8_beams_and_cropping(bits: int) -> None:
     assert torch.equal(constant(cache, fresh, 70, 2.0).float(), torch.full((70, 2, 32), 2.0))
 
 
-def test_case_11_no_token_of_another_sequence() -> None:
+def test_case_11_no_token_of_another_sequence(device: str) -> None:
     """Sequences of constant values come and go in a small pool; each sees its own constant only."""
     rng = random.Random(0)
-    cache = small_cache(8, max_tokens=1024, prefix_reuse=False)
+    cache = small_cache(8, device=device, max_tokens=1024, prefix_reuse=False)
     live: dict[int, Any] = {}
     for i in range(2000):
         name = rng.randrange(8)
@@ -115,7 +117,7 @@ def test_case_11_no_token_of_another_sequence() -> None:
             assert torch.equal(out.float(), torch.full_like(out.float(), name + 1)), i
 
 
-def test_case_22_prefixes_are_kept_apart() -> None:
+def test_case_22_prefixes_are_kept_apart(device: str) -> None:
     """No sharing across salts, formats or token boundaries; the same tokens and salt do share."""
     table = KvTable(1, 2, 32, torch.bfloat16)
 
@@ -128,7 +130,7 @@ def test_case_22_prefixes_are_kept_apart() -> None:
         cache.free(sequence)
         return cached
 
-    cache = small_cache(8)
+    cache = small_cache(8, device=device)
     tokens = list(range(200))
     assert fill(cache, tokens, b"X") == 0
     assert fill(cache, tokens, b"Y") == 0
@@ -139,10 +141,10 @@ def test_case_22_prefixes_are_kept_apart() -> None:
     assert fill(cache, [0, *tokens], b"X") == 1, "a part of a block may be shared, never the wrong position"
 
 
-def test_reused_parts_give_the_same_answers() -> None:
+def test_reused_parts_give_the_same_answers(device: str) -> None:
     """A sequence that takes over a prefix, full blocks and part of one, attends over the right values."""
     table = KvTable(1, 2, 32, torch.bfloat16)
-    cache = small_cache(8)
+    cache = small_cache(8, device=device)
     base = list(range(300))
     first = cache.add_sequence(base)
     k, v = table(0, base, 0)
@@ -156,7 +158,7 @@ def test_reused_parts_give_the_same_answers() -> None:
         k, v = table(0, new, shared)
         q = torch.randn(40, 4, 32).bfloat16()
         with cache.step([sequence], [40], token_ids=[new]) as step:
-            out = torch.as_tensor(step.attend(0, q, k, v))
+            out = attend(cache.device, step, 0, q, k, v)
         k_all, v_all = table(0, tokens, 0)
         want, _ = attention(q, k_all, v_all)
         assert relative_error(out, want) < 0.02
@@ -193,15 +195,15 @@ def test_case_23_fork_of_the_process() -> None:
     assert torch.equal(constant(inherited, sequence, 3, 1.0).float(), torch.ones(3, 2, 32))
 
 
-def test_case_25_threads() -> None:
+def test_case_25_threads(device: str) -> None:
     """One cache from many threads: every call works or says BusyError. Caches side by side are independent."""
-    shared = small_cache(8, max_tokens=8192, prefix_reuse=False)
+    shared = small_cache(8, device=device, max_tokens=8192, prefix_reuse=False)
     done: dict[int, int] = {}
     failures: list[BaseException] = []
 
     def work(name: int) -> None:
         try:
-            own = small_cache(8, prefix_reuse=False)
+            own = small_cache(8, device=device, prefix_reuse=False)
             mine = own.add_sequence()
             finished = 0
             for i in range(30):
@@ -233,17 +235,17 @@ def test_case_25_threads() -> None:
     assert shared.stats().n_sequences == 0
 
 
-def test_case_26_every_order_of_freeing() -> None:
+def test_case_26_every_order_of_freeing(device: str) -> None:
     """Forks of a windowed sequence are freed in every order; reference counts end at zero once."""
     for order in itertools.permutations(range(3)):
-        cache = small_cache(8, num_layers=2, layer_windows=[64, None])
+        cache = small_cache(8, device=device, num_layers=2, layer_windows=[64, None])
         first = cache.add_sequence()
 
         def grow(sequence: Any, n: int, cache: hybridkv.Cache = cache) -> None:
             k = torch.randn(n, 2, 32).bfloat16()
             with cache.step([sequence], [n]) as step:
                 for layer in (0, 1):
-                    step.attend(layer, k, k, k)
+                    attend(cache.device, step, layer, k, k, k)
 
         grow(first, 150)
         family = [first, cache.fork(first), cache.fork(first)]
@@ -257,11 +259,12 @@ def test_case_26_every_order_of_freeing() -> None:
             cache.free(family[0])
 
 
-def test_memory_is_accounted_for() -> None:
+def test_memory_is_accounted_for(device: str) -> None:
     """Every byte has a kind, and the bound holds whatever the shape."""
     for bits, heads, dim, windows in itertools.product((0, 4, 6, 8), (1, 8), (64, 128), (None, [100, None])):
         cache = small_cache(
             bits,
+            device=device,
             num_layers=2,
             num_kv_heads=heads,
             head_dim=dim,
@@ -275,18 +278,18 @@ def test_memory_is_accounted_for() -> None:
         assert stats.max_tokens > 0
 
 
-def test_bytes_per_token_at_32k() -> None:
+def test_bytes_per_token_at_32k(device: str) -> None:
     """Bits 8, D 128, one sequence of 32K tokens, everything counted: at most 0.55 of bf16."""
     cache = hybridkv.Cache(
-        num_layers=2, num_kv_heads=8, head_dim=128, dtype="bfloat16", max_tokens=32768, max_sequences=1
+        device=device, num_layers=2, num_kv_heads=8, head_dim=128, dtype="bfloat16", max_tokens=32768, max_sequences=1
     )
     plain = 32768 * 2 * 8 * 128 * 2 * 2
     assert cache.stats().allocated_bytes <= 0.55 * plain
 
 
-def test_full_cache_can_be_retried() -> None:
+def test_full_cache_can_be_retried(device: str) -> None:
     """Running out changes nothing, and the same call works after a free."""
-    cache = small_cache(8, max_tokens=512, prefix_reuse=False)
+    cache = small_cache(8, device=device, max_tokens=512, prefix_reuse=False)
     first, second = cache.add_sequence(), cache.add_sequence()
     constant(cache, first, 400, 1.0)
     before = cache.stats()
@@ -308,33 +311,31 @@ def test_full_cache_can_be_retried() -> None:
 def failing_step(cache: hybridkv.Cache, sequence: Any, extra: torch.Tensor) -> None:
     """A forward pass that breaks after its first layer."""
     with cache.step([sequence], [len(extra)]) as step:
-        step.attend(0, extra, extra, extra)
+        attend(cache.device, step, 0, extra, extra, extra)
         raise RuntimeError("from the model")
 
 
-def test_a_failed_forward_pass_is_undone() -> None:
+def test_a_failed_forward_pass_is_undone(device: str) -> None:
     """An exception between two layers leaves the cache as it was before the step, in every layer."""
     for length in (10, 63, 64, 100, 127, 128):
-        cache = small_cache(0, num_layers=2, prefix_reuse=False)
+        cache = small_cache(0, device=device, num_layers=2, prefix_reuse=False)
         sequence = cache.add_sequence()
         k, v = torch.randn(2, length, 2, 32).bfloat16()
         with cache.step([sequence], [length]) as step:
             for layer in (0, 1):
-                step.attend(layer, k, k, v)
-        before = [
-            [torch.as_tensor(x).clone() for x in cache.read_tokens(sequence, layer, 0, length)] for layer in (0, 1)
-        ]
+                attend(cache.device, step, layer, k, k, v)
+        before = [[to_host(x).clone() for x in cache.read_tokens(sequence, layer, 0, length)] for layer in (0, 1)]
         extra = torch.full((70, 2, 32), 9.0).bfloat16()
         with pytest.raises(RuntimeError, match="from the model"):
             failing_step(cache, sequence, extra)
         assert sequence.length == length
         for layer in (0, 1):
-            after = [torch.as_tensor(x) for x in cache.read_tokens(sequence, layer, 0, length)]
+            after = [to_host(x) for x in cache.read_tokens(sequence, layer, 0, length)]
             assert all(torch.equal(a, b) for a, b in zip(before[layer], after, strict=True))
         out = []
         with cache.step([sequence], [70]) as step:
             for layer in (0, 1):
-                out.append(torch.as_tensor(step.attend(layer, extra, extra, extra)))
+                out.append(attend(cache.device, step, layer, extra, extra, extra))
         want, _ = attention(extra, torch.cat([k, extra]), torch.cat([v, extra]))
         assert relative_error(out[1], want) < 0.01
         assert math.isfinite(relative_error(out[0], want))

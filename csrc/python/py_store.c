@@ -312,7 +312,8 @@ static PyObject *store_begin(PyObject *op, PyObject *args)
         batch_destroy(b);
         return NULL;
     }
-    return Py_BuildValue("(LL)", (long long)self->rule.n_tokens, (long long)self->rule.max_blocks);
+    return Py_BuildValue("(LLL)", (long long)self->rule.n_rows, (long long)self->rule.n_tokens,
+                         (long long)self->rule.max_blocks);
 }
 
 static PyObject *store_attend(PyObject *op, PyObject *const *args, Py_ssize_t n_args)
@@ -481,7 +482,7 @@ static PyMethodDef store_methods[] = {
     {"begin", store_begin, METH_VARARGS,
      "begin($self, cu_new_tokens, seq_lens, block_table, slot_mapping, copy_sources, clock, max_row_tokens, "
      "stream, /)\n--\n\n"
-     "Decide a step: (N, blocks of the longest row)."},
+     "Decide a step: (R, N, blocks of the longest row)."},
     {"attend", HKV_PY_FUNCTION(store_attend), METH_FASTCALL,
      "attend($self, layer, q, k, v, out, scale, soft_cap, sinks, lse, mass, stream, /)\n--\n\nAppend to one layer, "
      "then "
