@@ -58,6 +58,11 @@ check: lint c-test test ## all of the above
 bench: $(INSTALLED) ## CPU attention against PyTorch; ARGS="--help"
 	$(BIN)/python benchmarks/cpu_attention.py $(ARGS)
 
+.PHONY: bench-cuda
+bench-cuda: ## GPU attention against every peer that PYTHON finds; ARGS="--cases B32x8K -o FILE.json"
+	$(PYTHON) setup.py --quiet build_ext --inplace
+	$(PYTHON) benchmarks/decode.py $(ARGS)
+
 .PHONY: clean
 clean: ## remove what was built, and .venv
 	rm -rf build dist *.egg-info $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -36,7 +36,12 @@ def cpu_features() -> list[str]:
 
 
 def commit() -> str:
-    """Commit of the checkout, with + if it has changes; "unknown" outside one."""
+    """Commit of the checkout, with + if it has changes; "unknown" outside one.
+
+    HYBRIDKV_COMMIT goes first: for a copy of the files on a machine that has no checkout.
+    """
+    if named := os.environ.get("HYBRIDKV_COMMIT"):
+        return named
     root = Path(__file__).resolve().parent.parent
     try:
         head = subprocess.run(
@@ -53,8 +58,9 @@ def commit() -> str:
 def command_line() -> str:
     """How this program was called, but for where its results go."""
     words = ["python", *sys.argv]
-    if "--out" in words:
-        del words[words.index("--out") : words.index("--out") + 2]
+    for flag in ("-o", "--out"):
+        if flag in words:
+            del words[words.index(flag) : words.index(flag) + 2]
     return " ".join(words)
 
 

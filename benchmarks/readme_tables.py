@@ -1,7 +1,7 @@
-"""Put the measured tables into README.md from the committed results, so that no number there is typed by hand.
+"""Put the measured tables into README.md and docs/kernels.md from the committed results: no number is typed by hand.
 
-python benchmarks/readme_tables.py           rewrite README.md
-python benchmarks/readme_tables.py --check   exit 1 if it does not match the results
+python benchmarks/readme_tables.py           rewrite them
+python benchmarks/readme_tables.py --check   exit 1 if one does not match the results
 """
 
 from __future__ import annotations
@@ -76,11 +76,73 @@ def quality_table() -> str:
     return f"{table}\n\n{machine_note(result['machine'])}"
 
 
-TABLES = {"attention": attention_table, "quality": quality_table}
+def gpu_note(machine: dict[str, Any]) -> str:
+    """The line under a GPU table."""
+    packages = "".join(f", {name} {found}" for name, found in machine["packages"].items())
+    return (
+        f"{machine['gpu']}, driver {machine['driver']}, CUDA {machine['cuda']}, clocks not fixed; torch "
+        f"{machine['torch']}{packages}; `{machine['command']}` at {machine['commit']}, {machine['date']}."
+    )
+
+
+def fastest(rows: list[dict[str, Any]], words: tuple[str, ...]) -> str:
+    """Time and name of the fastest row whose name ends with one of the words."""
+    peers = [row for row in rows if not row["name"].startswith("hybridkv") and row["name"].endswith(words)]
+    if not peers:
+        return ""
+    best = min(peers, key=lambda row: float(row["us"]))
+    return f"{best['us']:.1f} ({best['name'].rsplit(' ', 1)[0]})"
+
+
+def gpu_table() -> str:
+    """Decode on the GPU: microseconds, and how many times faster than the fastest 16-bit peer."""
+    result = load("decode_h200")
+    works = list(dict.fromkeys(row["work"] for row in result["rows"] if row["n_bytes"]))
+    by_work = {work: [row for row in result["rows"] if row["work"] == work] for work in works}
+    rows = [
+        ["fastest 16-bit peer", *(fastest(by_work[work], ("bf16",)) for work in works)],
+        ["fastest fp8 peer", *(fastest(by_work[work], ("fp8",)) for work in works)],
+    ]
+    names = dict.fromkeys(row["name"] for row in result["rows"] if row["n_bytes"])
+    for name in (name for name in names if name.startswith("hybridkv")):
+        mine = [next((row for row in by_work[work] if row["name"] == name), None) for work in works]
+        rows.append([name, *(f"{row['us']:.1f} ({row['ratio']:.1f}x)" if row else "" for row in mine)])
+    table = markdown(["µs, 32/8 heads, D 128", *works], rows)
+    return f"{table}\n\n{gpu_note(result['machine'])}"
+
+
+def gpu_all_table() -> str:
+    """Every row measured on the GPU, with its goals."""
+    result = load("decode_h200")
+    rows = []
+    for row in result["rows"]:
+        has_bytes, has_goal = bool(row["n_bytes"]), bool(row["must"])
+        verdict = "aim" if row["us"] <= row["aim"] else "must" if row["us"] <= row["must"] else "not met"
+        rows.append(
+            [
+                row["work"],
+                row["name"] + (f" ({row['note']})" if row["note"] else ""),
+                f"{row['us']:.1f}",
+                f"{row['n_bytes'] / 1e6:.1f}" if has_bytes else "",
+                f"{row['read_us'] / row['us']:.0%}" if has_bytes else "",
+                f"{row['error']:.1e}" if row["error"] >= 0 else "",
+                f"{row['stored_error']:.1e}" if row["stored_error"] >= 0 else "",
+                f"{row['must']:g} / {row['aim']:g}" if has_goal else "",
+                verdict if has_goal else "",
+            ]
+        )
+    header = ["work", "what", "µs", "MB", "of a plain read", "error", "error on stored values", "must / aim", "met"]
+    missing = "".join(f"* {name}: {reason}\n" for name, reason in result["missing"].items())
+    note = f"Not measured:\n{missing}\n" if missing else ""
+    return f"{markdown(header, rows)}\n\n{note}{gpu_note(result['machine'])}"
+
+
+TABLES = {"attention": attention_table, "quality": quality_table, "gpu": gpu_table, "gpu-all": gpu_all_table}
+PAGES = (ROOT / "README.md", ROOT / "docs" / "kernels.md")
 
 
 def render(text: str) -> str:
-    """README text with every `<!-- table NAME -->` block filled in anew."""
+    """Text of a page with every `<!-- table NAME -->` block filled in anew."""
     for name, make in TABLES.items():
         pattern = re.compile(rf"(<!-- table {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         if pattern.search(text):
@@ -92,17 +154,22 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    readme = ROOT / "README.md"
-    before = readme.read_text()
-    after = render(before)
-    if args.check:
-        if before != after:
-            print(
-                "README.md does not match benchmarks/results; run python benchmarks/readme_tables.py", file=sys.stderr
-            )
-        return int(before != after)
-    readme.write_text(after)
-    return 0
+    stale = []
+    for page in PAGES:
+        before = page.read_text()
+        after = render(before)
+        if before == after:
+            continue
+        stale.append(page.name)
+        if not args.check:
+            page.write_text(after)
+    if not args.check or not stale:
+        return 0
+    print(
+        f"{', '.join(stale)} does not match benchmarks/results; run python benchmarks/readme_tables.py",
+        file=sys.stderr,
+    )
+    return 1
 
 
 if __name__ == "__main__":
