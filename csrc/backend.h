@@ -85,11 +85,12 @@ struct hkv_backend {
     /* Devices present; 0 with *reason saying why there is none (constant text). */
     int32_t (*count_devices)(const char **reason);
 
-    /* Device bytes for partial results and statistics of this group's largest step. */
-    size_t (*workspace_bytes)(const hkv_group *group);
+    /* Device bytes for partial results and statistics of this group's largest step; HKV_ERR_UNSUPPORTED for a group
+     * that the device cannot compute. */
+    hkv_status (*measure_workspace)(const hkv_group *group, int32_t device_index, size_t *n_bytes, hkv_error *error);
 
-    /* Device memory. alloc: 512-byte aligned, content undefined. Host copies are synchronous and only used outside
-     * steps (creation, tests, reading tokens), or for tables of managed mode through upload. */
+    /* Device memory. alloc: 512-byte aligned, content undefined. Host copies are only used outside steps (creation,
+     * tests, statistics): they come after all work that the device was given before, and are done on return. */
     hkv_status (*alloc)(int32_t device_index, const hkv_allocator *host, size_t n_bytes, void **ptr, hkv_error *error);
     void (*release)(int32_t device_index, const hkv_allocator *host, void *ptr, size_t n_bytes);
     hkv_status (*read)(int32_t device_index, void *host_dst, const void *device_src, size_t n_bytes, hkv_error *error);
@@ -104,14 +105,16 @@ struct hkv_backend {
     void (*group_deinit)(hkv_group *group, const hkv_allocator *host);
 
     /* hkv_plan_step on the batch (device pointers), stream-ordered on devices; the result is group->plan. The CPU
-     * returns the plan's failure at once (hkv_plan_report), a device at the next begin. */
+     * returns the plan's failure at once (hkv_plan_report), a device at the next begin that finds it, which then does
+     * nothing else. */
     hkv_status (*begin)(hkv_group *group, const hkv_batch *batch, void *stream, hkv_error *error);
 
     /* Append + attend of one layer under group->plan (docs/transitions.md, "Per layer"). */
     hkv_status (*attend)(hkv_group *group, const hkv_batch *batch, int32_t layer_idx, const hkv_attend *args,
                          hkv_error *error);
 
-    /* Dequantise tokens of one row (host pointers in and out), as hkv_store_read_tokens. */
+    /* Dequantise tokens of one row, as hkv_store_read_tokens: block_table on the host, k_out and v_out on the device.
+     * After all work that the device was given before, and done on return. */
     hkv_status (*read_tokens)(hkv_group *group, int32_t layer_idx, const int32_t *block_table, int64_t seq_len,
                               int64_t first_token, int64_t n_tokens, void *k_out, void *v_out, hkv_error *error);
 

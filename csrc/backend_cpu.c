@@ -64,12 +64,14 @@ static hkv_status cpu_fill(int32_t device_index, void *dst, int value, size_t n_
 
 /* ---------------------------------------------------------------------------------------------------------- groups */
 
-static size_t cpu_workspace_bytes(const hkv_group *group)
+static hkv_status cpu_measure_workspace(const hkv_group *group, int32_t device_index, size_t *n_bytes, hkv_error *error)
 {
-    size_t n_bytes = hkv_cpu_append_workspace(group);
-    if (hkv_cpu_decode_workspace(group) > n_bytes) n_bytes = hkv_cpu_decode_workspace(group);
-    if (hkv_cpu_prefill_workspace(group) > n_bytes) n_bytes = hkv_cpu_prefill_workspace(group);
-    return n_bytes;
+    (void)device_index;
+    (void)error;
+    *n_bytes = hkv_cpu_append_workspace(group);
+    if (hkv_cpu_decode_workspace(group) > *n_bytes) *n_bytes = hkv_cpu_decode_workspace(group);
+    if (hkv_cpu_prefill_workspace(group) > *n_bytes) *n_bytes = hkv_cpu_prefill_workspace(group);
+    return HKV_OK;
 }
 
 static hkv_status cpu_group_init(hkv_group *group, int32_t device_index, hkv_threads *threads, const char *cpu_path,
@@ -215,7 +217,7 @@ const hkv_backend *hkv_backend_cpu(void)
         .struct_size = sizeof(hkv_backend),
         .name = "cpu",
         .count_devices = cpu_count_devices,
-        .workspace_bytes = cpu_workspace_bytes,
+        .measure_workspace = cpu_measure_workspace,
         .alloc = cpu_alloc,
         .release = cpu_release,
         .read = cpu_copy,

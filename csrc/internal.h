@@ -9,6 +9,10 @@
 
 #include "hkv.h"
 
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 #if defined(__GNUC__)
 #define HKV_PRINTF(format_idx, args_idx) __attribute__((format(printf, format_idx, args_idx)))
 #else
@@ -37,4 +41,7 @@ void *hkv_allocate(const hkv_allocator *allocator, size_t n_bytes, size_t alignm
 /* ptr may be NULL; n_bytes as it was asked for. */
 void hkv_release(const hkv_allocator *allocator, void *ptr, size_t n_bytes);
 
+#ifdef __cplusplus
+}
+#endif
 #endif

@@ -208,7 +208,8 @@ static bool measure_hot(const hkv_group *g, size_t *n_bytes)
            hkv_size_multiply(*n_bytes, g->format.row_page_bytes, n_bytes);
 }
 
-static hkv_status measure(const hkv_backend *backend, hkv_group *g, store_sizes *sizes, hkv_error *error)
+static hkv_status measure(const hkv_backend *backend, int32_t device_index, hkv_group *g, store_sizes *sizes,
+                          hkv_error *error)
 {
     carver tables = {0};
     carve_tables(&tables, g);
@@ -219,9 +220,8 @@ static hkv_status measure(const hkv_backend *backend, hkv_group *g, store_sizes 
     sizes->tables = tables.used;
     sizes->host =
         sizeof(hkv_store) + (size_t)g->n_layers * (sizeof(hkv_layer_pages) + sizeof(uint64_t)); /* at most 2^16 */
-    sizes->workspace = backend->workspace_bytes(g);
     sizes->state = backend->state_bytes;
-    return HKV_OK;
+    return backend->measure_workspace(g, device_index, &sizes->workspace, error);
 }
 
 /* As an arena hands them out: one after the other, all but the first and last at HKV_HOT_ALIGN. */
@@ -254,7 +254,7 @@ hkv_status hkv_store_required_bytes(const hkv_store_options *options, size_t *n_
     HKV_TRY(check_options(options, error));
     HKV_TRY(check_backend(backend, options->device_index, error));
     init_group(options, &group);
-    HKV_TRY(measure(backend, &group, &sizes, error));
+    HKV_TRY(measure(backend, options->device_index, &group, &sizes, error));
     if (!add_up(&sizes, &total))
         return hkv_error_set(error, HKV_ERR_ARGUMENT, "options", "the store's bytes are more than can be addressed");
     *n_bytes = total;
@@ -334,7 +334,7 @@ hkv_status hkv_store_create(const hkv_store_options *options, hkv_store **store,
     HKV_TRY(check_options(options, error));
     HKV_TRY(check_backend(backend, options->device_index, error));
     init_group(options, &group);
-    HKV_TRY(measure(backend, &group, &sizes, error));
+    HKV_TRY(measure(backend, options->device_index, &group, &sizes, error));
     s = hkv_allocate(options->allocator, sizes.host, TABLE_ALIGN);
     if (!s) return hkv_error_set(error, HKV_ERR_NO_MEMORY, "", "no memory for %zu bytes of a store", sizes.host);
     memset(s, 0, sizes.host);

@@ -38,6 +38,28 @@ __device__ __forceinline__ void unpack_nibbles(uint32_t high, uint32_t (&a)[4])
     a[3] = odd & 0x000f000fu;
 }
 
+/* One element of a record as it reads back. */
+__device__ inline float record_value(const hkv_format &f, const uint8_t *record, hkv_precision precision, int token,
+                                     int channel, bool is_v)
+{
+    int32_t upper;
+    const uint32_t at = is_v ? hkv_v_plane_offset(f.stored_dim, token, channel, &upper)
+                             : hkv_k_plane_offset(f.stored_dim, token, channel, &upper);
+    const bool both = is_v ? precision == HKV_READ_INT8 : precision != HKV_READ_INT4;
+    const int shift = upper ? 4 : 0;
+    int code = (record[(is_v ? f.v_high_offset : f.k_high_offset) + at] >> shift & 15) * 16 + 8;
+    if (both) code += (record[(is_v ? f.v_low_offset : f.k_low_offset) + at] >> shift & 15) - 8;
+    const uint16_t *params =
+        reinterpret_cast<const uint16_t *>(record + (is_v ? f.v_params_offset : f.k_params_offset)) +
+        (is_v ? hkv_v_param_index(&f, token, channel) : hkv_k_param_index(channel));
+    return __fadd_rn(hkv_f16_to_f32(params[2]), __fmul_rn(hkv_f16_to_f32(params[0]), static_cast<float>(code)));
+}
+/* The bits of x in the model's dtype. */
+__device__ inline uint16_t model_element(int dtype, float x)
+{
+    return dtype == HKV_BF16 ? __bfloat16_as_ushort(__float2bfloat16_rn(x)) : __half_as_ushort(__float2half_rn(x));
+}
+
 /* One plane's words of a lane for four steps of 16 channels (two at the end where stored_dim % 64 = 32). */
 __device__ __forceinline__ uint4 load_plane(const uint8_t *plane_tile, int step_group, int lane, bool is_short)
 {

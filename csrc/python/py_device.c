@@ -1,32 +1,120 @@
-/* py_device.c - which devices there are. A backend other than the CPU is found here and nowhere else. */
+/* py_device.c - which devices there are. A backend other than the CPU is found here and nowhere else.
+ *
+ * CUDA is a library of its own beside this module, loaded when it is first asked for and never unloaded: objects keep
+ * pointers into it. Importing hybridkv needs neither it nor a driver.
+ */
+#define _GNU_SOURCE /* dladdr */
+
 #include "py_core.h"
 
+#include <dlfcn.h>
 #include <string.h>
 
 #include "backend.h"
 #include "cpu_dispatch.h"
 
-static const char cuda_missing[] = "this build has no CUDA backend; use device=\"cpu\"";
+#define CUDA_LIBRARY "_cuda.so"
 
-static int is_cuda(const char *name)
+/* Why something cannot be had, for messages. */
+typedef struct reason_text {
+    char chars[512];
+} reason_text;
+
+/* Path of a file in the directory of this module; 0 if it is too long. */
+static int path_beside_module(const char *name, char *path, size_t n_bytes)
 {
-    return strncmp(name, "cuda", 4) == 0 && (name[4] == '\0' || name[4] == ':');
+    Dl_info self;
+    const char *slash;
+    if (!dladdr((const void *)hkv_py_device_find, &self) || !self.dli_fname) return 0;
+    slash = strrchr(self.dli_fname, '/');
+    int n = snprintf(path, n_bytes, "%.*s%s", slash ? (int)(slash + 1 - self.dli_fname) : 0, self.dli_fname, name);
+    return n > 0 && (size_t)n < n_bytes;
+}
+
+/* Open the CUDA library. NULL with the reason why not. */
+static void *open_cuda(reason_text *reason)
+{
+    char path[4096];
+    void *library;
+    if (!path_beside_module(CUDA_LIBRARY, path, sizeof path)) {
+        snprintf(reason->chars, sizeof reason->chars, "the directory of hybridkv is not known");
+        return NULL;
+    }
+    library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
+    if (library) return library;
+    FILE *file = fopen(path, "rb");
+    if (file) {
+        fclose(file);
+        snprintf(reason->chars, sizeof reason->chars, "the CUDA backend could not be loaded: %s", dlerror());
+    } else {
+        snprintf(reason->chars, sizeof reason->chars,
+                 "this build has no CUDA backend; build hybridkv where nvcc is found (CUDA_HOME, /usr/local/cuda or "
+                 "PATH), or use device=\"cpu\"");
+    }
+    return NULL;
+}
+
+/* The CUDA backend and how many devices it has; 0 with the reason. *backend is NULL if it could not be loaded. */
+static int32_t find_cuda(const hkv_backend **backend, reason_text *reason)
+{
+    const hkv_backend *(*get)(void);
+    const char *why = NULL;
+    void *library = open_cuda(reason);
+    *backend = NULL;
+    if (!library) return 0;
+    *(void **)&get = dlsym(library, "hkv_backend_cuda");
+    if (!get || get()->abi_version != HKV_BACKEND_ABI || get()->struct_size != sizeof(hkv_backend)) {
+        snprintf(reason->chars, sizeof reason->chars, "%s is not of this build of hybridkv; install it anew",
+                 CUDA_LIBRARY);
+        return 0;
+    }
+    *backend = get();
+    int32_t n_devices = (*backend)->count_devices(&why);
+    snprintf(reason->chars, sizeof reason->chars, "%s", n_devices ? "" : why);
+    return n_devices;
+}
+
+/* N of "cuda:N", 0 of "cuda"; -1 if it is neither. */
+static int32_t cuda_index(const char *name)
+{
+    int32_t index = 0;
+    if (strncmp(name, "cuda", 4) != 0) return -1;
+    if (name[4] == '\0') return 0;
+    if (name[4] != ':' || name[5] == '\0') return -1;
+    for (const char *c = name + 5; *c; c++) {
+        if (*c < '0' || *c > '9' || index > 9999) return -1;
+        index = 10 * index + (*c - '0');
+    }
+    return index;
 }
 
 int hkv_py_device_find(hkv_py_state *state, const char *name, const hkv_backend **backend, int32_t *device_index)
 {
+    reason_text reason;
     *backend = NULL;
     *device_index = 0;
     if (strcmp(name, "cpu") == 0) return 0;
-    if (is_cuda(name)) return hkv_py_fail(state, HKV_ERR_NO_DEVICE, "device", "'%s': %s", name, cuda_missing);
-    return hkv_py_fail(state, HKV_ERR_ARGUMENT, "device", "expected \"cpu\", \"cuda\" or \"cuda:N\", got '%s'", name);
+    *device_index = cuda_index(name);
+    if (*device_index < 0)
+        return hkv_py_fail(state, HKV_ERR_ARGUMENT, "device", "expected \"cpu\", \"cuda\" or \"cuda:N\", got '%s'",
+                           name);
+    int32_t n_devices = find_cuda(backend, &reason);
+    if (n_devices == 0) return hkv_py_fail(state, HKV_ERR_NO_DEVICE, "device", "'%s': %s", name, reason.chars);
+    if (*device_index >= n_devices)
+        return hkv_py_fail(state, HKV_ERR_NO_DEVICE, "device", "'%s': there are %d CUDA devices", name, (int)n_devices);
+    return 0;
 }
 
 static PyObject *devices(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
 {
-    const char *reason = "";
-    int n_cpus = (int)hkv_backend_cpu()->count_devices(&reason);
-    return Py_BuildValue("[(sis)(sis)]", "cpu", n_cpus, n_cpus ? "" : reason, "cuda", 0, cuda_missing);
+    const hkv_backend *backend;
+    const char *why = "";
+    reason_text reason;
+    int n_cpus = (int)hkv_backend_cpu()->count_devices(&why), n_gpus;
+    Py_BEGIN_ALLOW_THREADS
+    n_gpus = (int)find_cuda(&backend, &reason);
+    Py_END_ALLOW_THREADS
+    return Py_BuildValue("[(sis)(sis)]", "cpu", n_cpus, n_cpus ? "" : why, "cuda", n_gpus, reason.chars);
 }
 
 static PyObject *cpu_paths(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(unused))
