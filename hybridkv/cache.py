@@ -228,9 +228,9 @@ class Step:
         """Launch a CUDA graph in place of all `attend` calls of the step.
 
         Capture the graph in an open step, around the `attend` calls of all layers; they compute nothing then, so that
-        step too is to be replayed. The graph serves every later step of as many sequences and at most as many new
-        tokens (of any sequences: one without new tokens is padding), none with more new tokens than the longest row of
-        the captured step had.
+        step too is to be replayed. The graph serves every later step, of whatever sequences, that has at most as many
+        sequences and new tokens, and at most as many new tokens in one sequence. Its tensors keep their addresses; the
+        first `num_tokens` entries of the outputs are those of the step.
 
         Parameters
         ----------
@@ -238,7 +238,8 @@ class Step:
             Such as ``torch.cuda.CUDAGraph``. Its stream must come after the one that `Cache.step` worked on.
         """
         self._check_open()
-        graph.replay()
+        if self.num_tokens:
+            graph.replay()
         self._cache._core.mark_attended()
 
     def end(self) -> None:

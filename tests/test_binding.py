@@ -318,6 +318,39 @@ def test_a_layer_that_was_left_out_takes_the_step_back(make_cache: MakeCache) ->
     assert sequence.length == 0
 
 
+class Graph:
+    """Stands for a captured graph."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.n_replays = 0
+        self.fails = fails
+
+    def replay(self) -> None:
+        if self.fails:
+            raise RuntimeError("from the driver")
+        self.n_replays += 1
+
+
+def test_replays_stand_for_all_layers(make_cache: MakeCache) -> None:
+    cache = make_cache()
+    sequence, graph = cache.add_sequence(), Graph()
+    with cache.step([sequence], [4]) as step:
+        step.replay(graph)
+        with pytest.raises(StepError, match="layer 0 was attended in this step already"):
+            step.attend(0, ones(4), ones(4), ones(4))
+    assert (sequence.length, graph.n_replays) == (4, 1)
+    with cache.step([sequence], [0]) as step:
+        step.replay(graph)
+    assert graph.n_replays == 1, "there is nothing to compute"
+    with pytest.raises(StepError, match="closed"):
+        step.replay(graph)
+    with pytest.raises(StepError, match="no step is open"):
+        cache._core.mark_attended()
+    with pytest.raises(RuntimeError, match="driver"), cache.step([sequence], [4]) as step:
+        step.replay(Graph(fails=True))
+    assert sequence.length == 4
+
+
 def test_empty_steps(make_cache: MakeCache) -> None:
     cache = make_cache()
     sequence = cache.add_sequence()
