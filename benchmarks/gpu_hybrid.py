@@ -28,10 +28,13 @@ def config(bits: int, skip_mass: float = 0.0, refine_mass: float = 0.0, top_k: i
 class Layers:
     """A store whose layers all hold the same sequences, in blocks of random order.
 
+    Full blocks are written once, by a store of one layer, and copied: a record is complete in itself. The first block
+    and the tokens behind the last full one are appended to every layer, so that they are hot.
+
     Parameters
     ----------
     rows : per sequence K and V, [length, Hkv, D]
-    n_held : how many tokens of each sequence are appended here; steps may add the others.
+    n_held : how many tokens of each sequence are in the cache; steps may add the others.
     """
 
     def __init__(
@@ -41,44 +44,56 @@ class Layers:
         n_held: list[int],
         n_layers: int,
     ) -> None:
-        self.rows, self.n_layers = rows, n_layers
+        self.settings, self.rows, self.n_layers = settings, rows, n_layers
         n_blocks = [-(-k.shape[0] // PAGE) for k, _ in rows]
-        blocks = torch.randperm(sum(n_blocks), device="cuda").split(n_blocks)
+        self.n_blocks = sum(n_blocks) + 1  # block 0 is the null block
         self.table = torch.zeros(len(rows), max(n_blocks), device="cuda", dtype=torch.int32)
-        for row, mine in enumerate(blocks):
-            self.table[row, : len(mine)] = mine + 1  # block 0 is the null block
-        self.store = hybridkv.Store(
-            settings,
+        for row, blocks in enumerate(torch.randperm(self.n_blocks - 1, device="cuda").split(n_blocks)):
+            self.table[row, : len(blocks)] = blocks + 1
+        n_added = sum(k.shape[0] - n for (k, _), n in zip(rows, n_held, strict=True))
+        self.store = self.make_store(n_layers, max(n_added, PAGE * len(rows)))
+        shape = (n_layers, self.n_blocks, KV_HEADS, self.store.record_bytes)
+        self.pages = torch.zeros(shape, device="cuda", dtype=torch.uint8)
+        n_full = [n // PAGE * PAGE for n in n_held]
+        self.fill_first_layer(n_full)
+        self.pages[1:] = self.pages[0]
+        for layer in range(n_layers):
+            self.store.bind_layer(layer, self.pages[layer])
+        self.append(self.store, n_layers, [0] * len(rows), [min(PAGE, n) for n in n_full])
+        self.append(self.store, n_layers, n_full, n_held)
+
+    def make_store(self, n_layers: int, max_new_tokens: int) -> hybridkv.Store:
+        return hybridkv.Store(
+            self.settings,
             num_layers=n_layers,
             num_kv_heads=KV_HEADS,
             head_dim=DIM,
             dtype="bfloat16",
-            num_blocks=sum(n_blocks) + 1,
-            max_rows=len(rows),
-            max_new_tokens=max(sum(min(n, FILL_TOKENS) for n in n_held), sum(self.new_tokens(n_held)), len(rows)),
+            num_blocks=self.n_blocks,
+            max_rows=len(self.rows),
+            max_new_tokens=max_new_tokens,
             device="cuda",
         )
-        shape = (n_layers, sum(n_blocks) + 1, KV_HEADS, self.store.record_bytes)
-        self.pages = torch.zeros(shape, device="cuda", dtype=torch.uint8)
-        for layer in range(n_layers):
-            self.store.bind_layer(layer, self.pages[layer])
-        for start in range(0, max(n_held), FILL_TOKENS):
-            self.append([min(start, n) for n in n_held], [min(start + FILL_TOKENS, n) for n in n_held])
 
-    def new_tokens(self, n_held: list[int]) -> list[int]:
-        """Tokens that a step adds after the held ones."""
-        return [k.shape[0] - n for (k, _), n in zip(self.rows, n_held, strict=True)]
+    def fill_first_layer(self, n_tokens: list[int]) -> None:
+        """Write whole blocks, through a store that is given up afterwards."""
+        store = self.make_store(1, max(1, sum(min(n, FILL_TOKENS) for n in n_tokens)))
+        store.bind_layer(0, self.pages[0])
+        for start in range(0, max(n_tokens), FILL_TOKENS):
+            stop = start + FILL_TOKENS
+            self.append(store, 1, [min(start, n) for n in n_tokens], [min(stop, n) for n in n_tokens])
+        torch.cuda.synchronize()
+        store.close()
 
-    def append(self, starts: list[int], stops: list[int]) -> None:
+    def append(self, store: hybridkv.Store, n_layers: int, starts: list[int], stops: list[int]) -> None:
         """A step that appends tokens start .. stop - 1 of every row to all layers."""
+        if starts == stops:
+            return
         step = StepOf(self, starts, stops)
-        step.begin()
+        step.begin(store)
         out = torch.empty_like(step.k)
-        for layer in range(self.n_layers):
-            self.store.attend(layer, step.k, step.k, step.v, out=out, stream=stream_address())
-
-    def counted(self, name: str) -> float:
-        return float(self.store.counters()[name])
+        for layer in range(n_layers):
+            store.attend(layer, step.k, step.k, step.v, out=out, stream=stream_address())
 
 
 class StepOf:
@@ -101,8 +116,8 @@ class StepOf:
         pieces = [(k[a:b], v[a:b]) for (k, v), a, b in zip(layers.rows, starts, stops, strict=True)]
         self.k, self.v = (torch.cat([piece[which] for piece in pieces]) for which in (0, 1))
 
-    def begin(self) -> None:
-        self.layers.store.begin(
+    def begin(self, store: hybridkv.Store | None = None) -> None:
+        (store or self.layers.store).begin(
             self.starts,
             self.lengths,
             self.layers.table,
