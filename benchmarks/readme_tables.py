@@ -1,4 +1,4 @@
-"""Put the measured tables into README.md and docs/kernels.md from the committed results: no number is typed by hand.
+"""Put the measured tables into README.md and docs/benchmarks.md from the committed results: no number is typed by hand.
 
 python benchmarks/readme_tables.py           rewrite them
 python benchmarks/readme_tables.py --check   exit 1 if one does not match the results
@@ -138,7 +138,7 @@ def gpu_all_table() -> str:
 
 
 TABLES = {"attention": attention_table, "quality": quality_table, "gpu": gpu_table, "gpu-all": gpu_all_table}
-PAGES = (ROOT / "README.md", ROOT / "docs" / "kernels.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 
 
 def render(text: str) -> str:
