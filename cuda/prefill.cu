@@ -15,221 +15,13 @@
 #include "prefill.cuh"
 
 #include "launch.cuh"
-#include "prefill_math.cuh"
+#include "prefill_mma.cuh"
+#include "prefill_wgmma.cuh"
 
 namespace hkv
 {
 namespace
 {
-
-/* ------------------------------------------------------------------------------------ four warps, mma.sync: any chip
- */
-
-constexpr int kMmaThreads = 128, kMmaQueries = 64;
-
-/* Bytes of shared memory: queries, and a tile of keys or values. */
-constexpr int mma_shared_bytes(int dim)
-{
-    return value_tile_bytes(dim) + key_tile_bytes(dim) + 1024;
-}
-
-template <bool kBf16>
-__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1)
-{
-    if (kBf16)
-        mma_bf16(d, a, b0, b1);
-    else
-        mma_f16(d, a, b0, b1);
-}
-
-/* One block of threads. kDim: 64, 128 or 256, a bound of the stored head size. */
-template <int kDim, bool kBf16> struct MmaBlock {
-    static constexpr int kSteps = kDim / 16;
-
-    const PrefillParams &p;
-    const QueryTile &tile;
-    uint32_t query, buffer; /* shared memory */
-    int warp, lane, stored_dim;
-
-    __device__ __forceinline__ bool has(int step) const
-    {
-        return step * 16 < stored_dim;
-    }
-    /* Queries into shared memory; those of a bf16 model as halves where they meet records. */
-    __device__ void load_queries(bool as_halves) const
-    {
-        const int n_chunks = stored_dim / 8, head_dim = p.layer.format.head_dim;
-        for (int i = threadIdx.x; i < kMmaQueries * n_chunks; i += kMmaThreads) {
-            const int row = i / n_chunks, chunk = i % n_chunks;
-            uint4 v = make_uint4(0, 0, 0, 0);
-            if (row < tile.n_queries && chunk * 8 < head_dim)
-                v = *reinterpret_cast<const uint4 *>(
-                    static_cast<const uint16_t *>(p.q) +
-                    query_offset(p, tile, tile.first_query + row, p.q_stride_token, p.q_stride_head) + chunk * 8);
-            if (kBf16 && as_halves) v = make_uint4(half_pair(v.x), half_pair(v.y), half_pair(v.z), half_pair(v.w));
-            asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(query + tile_offset(kValuePanel, row, chunk)),
-                         "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
-                         : "memory");
-        }
-    }
-    static __device__ __forceinline__ uint32_t half_pair(uint32_t bf16_pair)
-    {
-        const float2 f = unpack_bf162(bf16_pair);
-        return pack_half2(f.x, f.y);
-    }
-    /* s = q.k; extra: the columns of a record's zeros and scales. */
-    template <bool kRecord> __device__ __forceinline__ void score(float (&s)[kScoreTiles][4], float (&extra)[4]) const
-    {
-        constexpr bool kAsBf16 = kBf16 && !kRecord;
-        const int matrix = lane / 8;
-#pragma unroll
-        for (int n = 0; n < kScoreTiles; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.f;
-        extra[0] = extra[1] = extra[2] = extra[3] = 0.f;
-#pragma unroll
-        for (int step = 0; step < kSteps; step++) {
-            if (!has(step)) break;
-            uint32_t a[4], b[4];
-            load_matrices<false>(
-                a, query + tile_offset(kValuePanel, warp * 16 + matrix % 2 * 8 + lane % 8, step * 2 + matrix / 2));
-#pragma unroll
-            for (int n = 0; n < kScoreTiles; n += 2) {
-                load_matrices<false>(
-                    b, buffer + tile_offset(kKeyPanel, n * 8 + matrix / 2 * 8 + lane % 8, step * 2 + matrix % 2));
-                mma<kAsBf16>(s[n], a, b[0], b[1]);
-                mma<kAsBf16>(s[n + 1], a, b[2], b[3]);
-            }
-            if (!kRecord) continue;
-            load_matrices<false>(b, buffer + tile_offset(kKeyPanel, kBlockTokens + lane % 8, step * 2 + matrix % 2));
-            mma_f16(extra, a, b[0], b[1]);
-        }
-    }
-    /* o += p.v */
-    template <bool kRecord>
-    __device__ __forceinline__ void add_values(float (&o)[kDim / 8][4], const float (&s)[kScoreTiles][4]) const
-    {
-        constexpr bool kAsBf16 = kBf16 && !kRecord;
-        const int matrix = lane / 8;
-        uint32_t a[kTiles][4];
-        pack_probabilities<kAsBf16>(s, a);
-#pragma unroll
-        for (int t = 0; t < kTiles; t++)
-#pragma unroll
-            for (int step = 0; step < kSteps; step++) {
-                if (!has(step)) break;
-                uint32_t b[4];
-                if (kRecord)
-                    load_matrices<false>(
-                        b, buffer + panel_offset(step * 16 + matrix / 2 * 8 + lane % 8, t * 2 + matrix % 2));
-                else
-                    load_matrices<true>(b, buffer + tile_offset(kValuePanel, t * 16 + matrix % 2 * 8 + lane % 8,
-                                                                step * 2 + matrix / 2));
-                mma<kAsBf16>(o[2 * step], a[t], b[0], b[1]);
-                mma<kAsBf16>(o[2 * step + 1], a[t], b[2], b[3]);
-            }
-    }
-    /* One tile of keys. */
-    template <bool kRecord>
-    __device__ __forceinline__ void add_keys(const KeyTile &keys, int planes, const QueryRows &rows, Softmax &softmax,
-                                             float (&o)[kDim / 8][4]) const
-    {
-        const RecordView view = {keys.source, stored_dim, planes, keys.n_tokens};
-        const int per_warp = n_units(stored_dim) / (kMmaThreads / 32);
-        float s[kScoreTiles][4], extra[4], base[2] = {0.f, 0.f}, factor[2];
-        if (kRecord) {
-            unpack_keys(view, buffer, warp * per_warp, (warp + 1) * per_warp, lane);
-        } else {
-            copy_rows(p, tile, keys, false, stored_dim, buffer, threadIdx.x, kMmaThreads);
-            commit_copies();
-            wait_copies<0>();
-        }
-        __syncthreads();
-        score<kRecord>(s, extra);
-        if (kRecord) record_base(extra, lane, base);
-        __syncthreads();
-        if (kRecord) {
-            unpack_values(view, buffer, warp * per_warp, (warp + 1) * per_warp, lane);
-        } else {
-            copy_rows(p, tile, keys, true, stored_dim, buffer, threadIdx.x, kMmaThreads);
-            commit_copies();
-        }
-        if (soften(p, rows, keys, lane, s, base, softmax, factor)) {
-#pragma unroll
-            for (int n = 0; n < kDim / 8; n++)
-#pragma unroll
-                for (int j = 0; j < 4; j++) o[n][j] *= factor[j / 2];
-        }
-        if (!kRecord) wait_copies<0>();
-        __syncthreads();
-        add_values<kRecord>(o, s);
-        __syncthreads();
-    }
-    __device__ void run() const
-    {
-        const QueryRows rows(p, tile, warp * 16, lane);
-        KeyWalk walk(p, tile, lane);
-        Softmax softmax;
-        float o[kDim / 8][4];
-#pragma unroll
-        for (int n = 0; n < kDim / 8; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
-        bool has_queries = false, has_halves = false;
-        for (KeyTile keys = walk.next(); keys.kind != kKeyEnd; keys = walk.next()) {
-            const bool is_record = keys.kind == kKeyRecord;
-            int planes = 0;
-            if (is_record) {
-                const hkv_record_header *header = reinterpret_cast<const hkv_record_header *>(keys.source);
-                keys.n_tokens = min(keys.n_tokens, hkv_header_n_tokens(header, kBlockTokens));
-                planes = header->planes;
-                if (keys.n_tokens == 0) continue;
-            }
-            if (!has_queries || (kBf16 && has_halves != is_record)) load_queries(is_record);
-            has_queries = true;
-            has_halves = is_record;
-            if (is_record)
-                add_keys<true>(keys, planes, rows, softmax, o);
-            else
-                add_keys<false>(keys, planes, rows, softmax, o);
-        }
-        store(rows, softmax, o);
-    }
-    __device__ __forceinline__ void store(const QueryRows &rows, const Softmax &softmax,
-                                          const float (&o)[kDim / 8][4]) const
-    {
-        float factor[2];
-        finish_rows(p, tile, rows, softmax, lane, factor);
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            if (!rows.is_real[i]) continue;
-            uint16_t *out = static_cast<uint16_t *>(p.out) + 2 * (lane % 4) +
-                            query_offset(p, tile, rows.query[i], p.out_stride_token, p.out_stride_head);
-#pragma unroll
-            for (int n = 0; n < kDim / 8; n++) {
-                if (n * 8 >= p.layer.format.head_dim) break;
-                const float x = o[n][2 * i] * factor[i], y = o[n][2 * i + 1] * factor[i];
-                *reinterpret_cast<uint32_t *>(out + n * 8) = kBf16 ? pack_bf162(x, y) : pack_half2(x, y);
-            }
-        }
-    }
-};
-
-/* Registers decide how many blocks an SM holds. */
-constexpr int mma_blocks_per_sm(int dim)
-{
-    return dim == 64 ? 3 : 2;
-}
-
-template <int kDim, bool kBf16>
-__global__ void __launch_bounds__(kMmaThreads, mma_blocks_per_sm(kDim))
-    prefill_mma_kernel(const __grid_constant__ PrefillParams p)
-{
-    extern __shared__ uint8_t memory[];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    wait_for_predecessor();
-    let_successor_start();
-    QueryTile tile;
-    if (!find_query_tile(p, blockIdx.x, kMmaQueries, lane, &tile)) return;
-    const uint32_t base = (shared_address(memory) + 1023u) & ~1023u;
-    MmaBlock<kDim, kBf16>{p, tile, base, base + value_tile_bytes(kDim), warp, lane, p.layer.format.stored_dim}.run();
-}
 
 /* ------------------------------------------------------------------------------------------------------------- host */
 
@@ -239,15 +31,25 @@ using Kernel = void (*)(PrefillParams);
 struct Variant {
     Kernel kernel;
     int threads, tile_queries, shared_bytes;
+    bool is_persistent; /* one block of threads an SM, whatever there is to do */
 };
 
 template <int kDim> Variant mma_variant(bool is_bf16)
 {
     return {is_bf16 ? prefill_mma_kernel<kDim, true> : prefill_mma_kernel<kDim, false>, kMmaThreads, kMmaQueries,
-            mma_shared_bytes(kDim)};
+            mma_shared_bytes(kDim), false};
 }
-Variant find_variant(int dim, bool is_bf16)
+template <int kDim> Variant wgmma_variant(const hkv_format &f)
 {
+    return {f.dtype == HKV_BF16 ? prefill_wgmma_kernel<kDim, true> : prefill_wgmma_kernel<kDim, false>, kWgmmaThreads,
+            kWgmmaQueries, wgmma_shared_bytes(f), true};
+}
+Variant find_variant(const hkv_format &f, bool is_hopper)
+{
+    const int dim = f.stored_dim;
+    if (is_hopper && f.head_dim == 64) return wgmma_variant<64>(f);
+    if (is_hopper && f.head_dim == 128) return wgmma_variant<128>(f);
+    const bool is_bf16 = f.dtype == HKV_BF16;
     return dim <= 64 ? mma_variant<64>(is_bf16) : dim <= 128 ? mma_variant<128>(is_bf16) : mma_variant<256>(is_bf16);
 }
 
@@ -260,10 +62,16 @@ size_t prefill_workspace_bytes(const hkv_format &, int, int, int, int)
 
 cudaError_t launch_prefill(const PrefillParams &params, cudaStream_t stream)
 {
-    const hkv_format &f = params.layer.format;
-    const Variant v = find_variant(f.stored_dim, f.dtype == HKV_BF16);
-    const int64_t n_blocks = max_query_tiles(params, v.tile_queries) * params.layer.n_kv_heads;
+    int device = 0, major = 0, minor = 0, n_sms = 0;
+    cudaError_t status = cudaGetDevice(&device);
+    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    if (status == cudaSuccess) status = cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device);
+    if (status != cudaSuccess) return status;
+    const Variant v = find_variant(params.layer.format, major == 9 && minor == 0);
+    int64_t n_blocks = max_query_tiles(params, v.tile_queries) * params.layer.n_kv_heads;
     if (params.n_new_tokens <= HKV_DECODE_MAX_TOKENS || n_blocks == 0) return cudaSuccess;
+    if (v.is_persistent && n_blocks > n_sms) n_blocks = n_sms;
     return launch_dependent(v.kernel, static_cast<unsigned>(n_blocks), static_cast<unsigned>(v.threads),
                             static_cast<size_t>(v.shared_bytes), stream, params);
 }

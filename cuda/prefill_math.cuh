@@ -21,21 +21,25 @@ constexpr float kProbUnits = 10.f, kProbRoom = 5.f; /* log2 */
 constexpr float kNothingSeen = -1e30f;
 constexpr int kScoreTiles = kBlockTokens / 8; /* one more for a record's zeros and scales */
 
-/* The two query rows of a lane. */
+/* The two query rows of a lane. Where a tile has fewer rows, the last one stands for those that are not there. */
 struct QueryRows {
-    int query[2];    /* in the batch row; beyond the last: repeats it */
-    bool is_real[2]; /* false: repeats */
+    int first;       /* of the lane, in the tile */
     int position[2]; /* in the sequence */
 
-    __device__ QueryRows(const PrefillParams &p, const QueryTile &tile, int first, int lane)
+    __device__ __forceinline__ QueryRows(const PrefillParams &p, const QueryTile &tile, int warp_first, int lane)
+        : first(warp_first + lane / 4)
     {
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-            const int mine = first + lane / 4 + 8 * i, last = tile.n_queries - 1;
-            is_real[i] = mine <= last;
-            query[i] = tile.first_query + min(mine, last);
-            position[i] = tile.n_older + query[i] / p.group;
-        }
+        for (int i = 0; i < 2; i++) position[i] = tile.n_older + query(tile, i) / p.group;
+    }
+    __device__ __forceinline__ bool is_real(const QueryTile &tile, int i) const
+    {
+        return first + 8 * i < tile.n_queries;
+    }
+    /* Number in the batch row. */
+    __device__ __forceinline__ int query(const QueryTile &tile, int i) const
+    {
+        return tile.first_query + min(first + 8 * i, tile.n_queries - 1);
     }
 };
 
@@ -169,14 +173,36 @@ __device__ __forceinline__ void finish_rows(const PrefillParams &p, const QueryT
     constexpr float kLog2e = 1.44269504f;
 #pragma unroll
     for (int i = 0; i < 2; i++) {
-        const int q_head = tile.head * p.group + rows.query[i] % p.group;
+        const int q_head = tile.head * p.group + rows.query(tile, i) % p.group;
         const float own = quad_sum(softmax.l[i]), sink = p.sink_logits ? p.sink_logits[q_head] * kLog2e : -INFINITY;
         const float m = softmax.m[i] - kProbUnits, top = fmaxf(m, sink);
         const float sum = own * fast_exp2(m - top) + fast_exp2(sink - top);
         factor[i] = own > 0.f ? fast_exp2(m - top) / sum : 0.f;
-        if (p.lse && rows.is_real[i] && lane % 4 == 0)
-            p.lse[static_cast<int64_t>(tile.first_token + rows.query[i] / p.group) * p.group * p.layer.n_kv_heads +
+        if (p.lse && rows.is_real(tile, i) && lane % 4 == 0)
+            p.lse[static_cast<int64_t>(tile.first_token + rows.query(tile, i) / p.group) * p.group *
+                      p.layer.n_kv_heads +
                   q_head] = sum > 0.f ? (top + log2f(sum)) / kLog2e : -INFINITY;
+    }
+}
+
+/* Outputs of a lane's two rows. */
+template <bool kBf16, int kOutputTiles>
+__device__ __forceinline__ void store_rows(const PrefillParams &p, const QueryTile &tile, const QueryRows &rows,
+                                           const Softmax &softmax, int lane, const float (&o)[kOutputTiles][4])
+{
+    float factor[2];
+    finish_rows(p, tile, rows, softmax, lane, factor);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        if (!rows.is_real(tile, i)) continue;
+        uint16_t *out = static_cast<uint16_t *>(p.out) + 2 * (lane % 4) +
+                        query_offset(p, tile, rows.query(tile, i), p.out_stride_token, p.out_stride_head);
+#pragma unroll
+        for (int n = 0; n < kOutputTiles; n++) {
+            if (n * 8 >= p.layer.format.head_dim) break;
+            const float x = o[n][2 * i] * factor[i], y = o[n][2 * i + 1] * factor[i];
+            *reinterpret_cast<uint32_t *>(out + n * 8) = kBf16 ? pack_bf162(x, y) : pack_half2(x, y);
+        }
     }
 }
 

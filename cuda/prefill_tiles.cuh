@@ -111,9 +111,10 @@ enum KeyKind { kKeyEnd, kKeyRecord, kKeyPage, kKeyCall };
 /* Up to 64 consecutive keys of the sequence. */
 struct KeyTile {
     int kind;
-    int position; /* of the first */
-    int n_tokens; /* that there are; of a record: before its header is looked at */
-    const uint8_t *source;
+    int position;          /* of the first */
+    int n_tokens;          /* that there are; of a record: before its header is looked at */
+    const uint8_t *source; /* the record, the page, or the first key of the call */
+    const uint8_t *values; /* the first value of the call */
 };
 
 /* The keys that a query tile sees: first the records (bits 0: the blocks), then hot pages, then the call's own. Every
@@ -121,79 +122,81 @@ struct KeyTile {
 class KeyWalk
 {
   public:
-    __device__ KeyWalk(const PrefillParams &p, const QueryTile &tile, int lane) : p_(p), tile_(tile), lane_(lane)
+    __device__ void start(const PrefillParams &p, const QueryTile &tile)
     {
         const int first_token = tile.first_query / p.group;
         oldest_ = p.window_tokens > 0 ? max(0, tile.n_older + first_token + 1 - p.window_tokens) : 0;
         base_ = oldest_ / kBlockTokens;
+        found_ = 0;
+        next_page_ = 0;
         next_new_ = max(oldest_ - tile.n_older, 0);
     }
-    __device__ KeyTile next()
+    __device__ KeyTile next(const PrefillParams &p, const QueryTile &tile, int lane)
     {
-        KeyTile keys;
-        if (next_record(&keys) || next_page(&keys) || next_new(&keys)) return keys;
-        return {kKeyEnd, 0, 0, nullptr};
+        KeyTile keys = {kKeyEnd, 0, 0, nullptr, nullptr};
+        if (!next_record(p, tile, lane, &keys) && !next_page(p, tile, &keys)) next_new(p, tile, &keys);
+        return keys;
     }
 
   private:
-    __device__ __forceinline__ int hot_page(int block) const
+    static __device__ __forceinline__ int hot_page(const PrefillParams &p, const QueryTile &tile, int block)
     {
-        return p_.layer.format.bits ? hkv_plan_hot_page(&p_.plan, tile_.row, block) : -1;
+        return p.layer.format.bits ? hkv_plan_hot_page(&p.plan, tile.row, block) : -1;
     }
     /* Blocks are looked up 32 at a time, a lane each. */
-    __device__ bool next_record(KeyTile *keys)
+    __device__ bool next_record(const PrefillParams &p, const QueryTile &tile, int lane, KeyTile *keys)
     {
-        const int n_blocks = (tile_.n_older + kBlockTokens - 1) / kBlockTokens;
+        const int n_blocks = (tile.n_older + kBlockTokens - 1) / kBlockTokens;
         while (!found_) {
             if (base_ >= n_blocks) return false;
-            const int mine = base_ + lane_;
+            const int mine = base_ + lane;
             id_ = 0;
-            if (mine < n_blocks && hot_page(mine) < 0) id_ = p_.block_table[tile_.row * p_.block_table_stride + mine];
-            if (id_ < 0 || id_ >= p_.layer.n_blocks) id_ = 0;
+            if (mine < n_blocks && hot_page(p, tile, mine) < 0)
+                id_ = p.block_table[tile.row * p.block_table_stride + mine];
+            if (id_ < 0 || id_ >= p.layer.n_blocks) id_ = 0;
             found_ = __ballot_sync(kFullWarp, id_ != 0);
             base_ += 32;
         }
         const int i = __ffs(static_cast<int>(found_)) - 1, block = base_ - 32 + i;
         found_ &= found_ - 1;
-        keys->kind = p_.layer.format.bits ? kKeyRecord : kKeyPage;
+        keys->kind = p.layer.format.bits ? kKeyRecord : kKeyPage;
         keys->position = block * kBlockTokens;
-        keys->n_tokens = min(kBlockTokens, tile_.n_older - keys->position);
-        keys->source = p_.layer.record(__shfl_sync(kFullWarp, id_, i), tile_.head);
+        keys->n_tokens = min(kBlockTokens, tile.n_older - keys->position);
+        keys->source = p.layer.record(__shfl_sync(kFullWarp, id_, i), tile.head);
         return true;
     }
-    __device__ bool next_page(KeyTile *keys)
+    __device__ bool next_page(const PrefillParams &p, const QueryTile &tile, KeyTile *keys)
     {
-        const hkv_plan_row &row = p_.plan.rows[tile_.row];
-        const int n_listed = p_.layer.format.bits ? row.n_sinks + row.n_window : 0;
+        const hkv_plan_row &row = p.plan.rows[tile.row];
+        const int n_listed = p.layer.format.bits ? row.n_sinks + row.n_window : 0;
         while (next_page_ < n_listed) {
-            const int i = next_page_++, block = hkv_plan_row_block(&row, i);
-            const int page = p_.plan.hot_pages[tile_.row * static_cast<int64_t>(p_.plan.hot_stride) + i];
-            keys->position = block * kBlockTokens;
-            if (page < 0 || keys->position >= tile_.n_older || keys->position + kBlockTokens <= oldest_) continue;
-            keys->kind = kKeyPage;
-            keys->n_tokens = min(min(kBlockTokens, tile_.n_older - keys->position), p_.page_n_tokens[page]);
-            keys->source = p_.layer.hot_page(page, tile_.head);
-            if (keys->n_tokens > 0) return true;
+            const int i = next_page_++, position = hkv_plan_row_block(&row, i) * kBlockTokens;
+            const int page = p.plan.hot_pages[tile.row * static_cast<int64_t>(p.plan.hot_stride) + i];
+            if (page < 0 || position >= tile.n_older || position + kBlockTokens <= oldest_) continue;
+            const int n_tokens = min(min(kBlockTokens, tile.n_older - position), p.page_n_tokens[page]);
+            if (n_tokens <= 0) continue;
+            *keys = {kKeyPage, position, n_tokens, p.layer.hot_page(page, tile.head), nullptr};
+            return true;
         }
         return false;
     }
-    __device__ bool next_new(KeyTile *keys)
+    __device__ void next_new(const PrefillParams &p, const QueryTile &tile, KeyTile *keys)
     {
-        const int end = (tile_.first_query + tile_.n_queries - 1) / p_.group + 1;
-        if (next_new_ >= end) return false;
-        *keys = {kKeyCall, tile_.n_older + next_new_, min(kBlockTokens, end - next_new_), nullptr};
+        const NewTokens &t = p.tokens;
+        const int end = (tile.first_query + tile.n_queries - 1) / p.group + 1;
+        const int64_t token = tile.first_token + next_new_;
+        if (next_new_ >= end) return;
+        *keys = {kKeyCall, tile.n_older + next_new_, min(kBlockTokens, end - next_new_),
+                 static_cast<const uint8_t *>(t.k) + 2 * (token * t.k_stride_token + tile.head * t.k_stride_head),
+                 static_cast<const uint8_t *>(t.v) + 2 * (token * t.v_stride_token + tile.head * t.v_stride_head)};
         next_new_ += kBlockTokens;
-        return true;
     }
 
-    const PrefillParams &p_;
-    const QueryTile &tile_;
-    int lane_;
-    int oldest_;         /* key that any query of the tile sees */
-    int base_, id_ = 0;  /* next 32 blocks; this lane's of the last 32 */
-    unsigned found_ = 0; /* of the last 32: those still to come */
-    int next_page_ = 0;  /* in the row's list of hot pages */
-    int next_new_;       /* token of the call */
+    int oldest_;     /* key that any query of the tile sees */
+    int base_, id_;  /* next 32 blocks; this lane's of the last 32 */
+    unsigned found_; /* of the last 32: those still to come */
+    int next_page_;  /* in the row's list of hot pages */
+    int next_new_;   /* token of the call */
 };
 
 /* ------------------------------------------------------------------------------------------- rows into shared memory
@@ -216,26 +219,20 @@ template <int kPending> __device__ __forceinline__ void wait_copies()
 }
 
 /* K (is_v 0) or V of a tile of rows, zeros where there is no token or channel. By n_threads threads. */
-__device__ inline void copy_rows(const PrefillParams &p, const QueryTile &tile, const KeyTile &keys, bool is_v,
-                                 int stored_dim, uint32_t dst, int thread, int n_threads)
+__device__ inline void copy_rows(const PrefillParams &p, const KeyTile &keys, bool is_v, int stored_dim, uint32_t dst,
+                                 int thread, int n_threads)
 {
     const int n_chunks = stored_dim / 8, panel = is_v ? kValuePanel : kKeyPanel;
-    const NewTokens &new_tokens = p.tokens;
-    const int64_t stride = is_v ? new_tokens.v_stride_token : new_tokens.k_stride_token;
-    const uint16_t *rows = static_cast<const uint16_t *>(is_v ? new_tokens.v : new_tokens.k) +
-                           (tile.first_token + keys.position - tile.n_older) * stride +
-                           tile.head * (is_v ? new_tokens.v_stride_head : new_tokens.k_stride_head);
     const bool is_call = keys.kind == kKeyCall;
     const int n_there = is_call ? p.layer.format.head_dim / 8 : n_chunks;
+    const uint8_t *rows = is_call && is_v ? keys.values : keys.source;
+    const int64_t stride = 2 * (!is_call ? 2 * stored_dim : is_v ? p.tokens.v_stride_token : p.tokens.k_stride_token);
     for (int i = thread; i < kBlockTokens * n_chunks; i += n_threads) {
         const int token = i / n_chunks, chunk = i % n_chunks;
+        const int place = is_call ? chunk : ((is_v ? n_chunks : 0) + chunk) ^ (token & 7);
         const bool is_there = token < keys.n_tokens && chunk < n_there;
-        const void *src = p.q; /* any valid address */
-        if (is_there)
-            src = is_call
-                      ? static_cast<const void *>(rows + token * stride + chunk * 8)
-                      : keys.source + (token * 4 * stored_dim + (((is_v ? n_chunks : 0) + chunk) ^ (token & 7)) * 16);
-        copy_chunk(dst + tile_offset(panel, token, chunk), src, is_there);
+        copy_chunk(dst + tile_offset(panel, token, chunk), is_there ? rows + token * stride + place * 16 : rows,
+                   is_there);
     }
 }
 
