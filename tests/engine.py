@@ -204,6 +204,9 @@ class Engine:
         arrays = [to_device(x, self.device) for x in (cu, lengths, table, slots)]
         clock: Any = self.clock if self.device == "cpu" else torch.tensor([self.clock], device=self.device)
         self.store.begin(*arrays, clock=clock, max_row_tokens=most)
+        if self.has_small_pool and self.device != "cpu":
+            torch.cuda.synchronize()
+            self.store.begin(*arrays, clock=clock, max_row_tokens=most)  # says if the device refused the first
 
     def dummy_step(self, n_rows: int) -> None:
         """What idle ranks and warm-ups run: no slots, stale tables. Nothing may change."""

@@ -1,6 +1,7 @@
 """transformers: HybridCache and the attention function "hybridkv" against transformers' own cache and attention.
 
-The models are tiny and random, in float32, so that with quantization_bits=0 both sides must choose the same tokens.
+The models are tiny and random. On the CPU they are in float32, so that with quantization_bits=0 both sides must choose
+the same tokens; on a GPU in bfloat16, where both are compared with float32.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from devices import CUDA  # noqa: E402
 from transformers import DynamicCache, masking_utils  # noqa: E402
 
 import hybridkv  # noqa: E402
-from hybridkv.hf import HybridCache, UnsupportedError, hybridkv_mask  # noqa: E402
+from hybridkv.hf import DecodeGraph, HybridCache, UnsupportedError, hybridkv_mask  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore:quantization_bits 0")
 
@@ -349,6 +351,142 @@ def test_rows_that_left_give_their_memory_back(llama: Any) -> None:
     with pytest.raises(hybridkv.CacheFullError, match="max_batch"):
         cache.batch_repeat_interleave(4)
     assert cache.batch_size == 1
+
+
+# ----------------------------------------------------------------------------------------------- on a GPU, and compiled
+
+
+def place(inputs: dict[str, Any], device: str) -> dict[str, Any]:
+    return {name: x.to(device) for name, x in inputs.items()}
+
+
+def device_model(name: str, device: str) -> Any:
+    """A model where it runs, in bfloat16 on a GPU."""
+    model = make_model(name)
+    return model.to(device, torch.bfloat16) if device == "cuda" else model
+
+
+def logits_in_parts(model: Any, cache: Any, inputs: dict[str, Any], ends: list[int]) -> Any:
+    """Logits of all positions, from forward passes that end at `ends`."""
+    parts, first = [], 0
+    position = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+    for end in ends:
+        part = {"input_ids": inputs["input_ids"][:, first:end], "attention_mask": inputs["attention_mask"][:, :end]}
+        parts.append(run_forward(model, cache, **part, position_ids=position[:, first:end]))
+        first = end
+    return torch.cat(parts, 1)
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("implementation", ["hybridkv", "eager"])
+def test_logits_on_a_gpu_are_as_good_as_those_of_the_dynamic_cache(device: str, name: str, implementation: str) -> None:
+    """A padded prompt in two chunks, then token by token: at most twice the error of bfloat16 itself."""
+    inputs, ends = prompt(3, 130, pads=(0, 31, 90)), [80, 120, *range(121, 131)]
+    model = device_model(name, device)
+    exact = copy.deepcopy(model).float()
+    want = logits_in_parts(exact, dynamic(exact), place(inputs, device), ends)
+    errors = []
+    for cache, used in ((dynamic(model), "eager"), (exact_cache(model), implementation)):
+        model.set_attn_implementation(used)
+        got = logits_in_parts(model, cache, place(inputs, device), ends)
+        seen = inputs["attention_mask"].bool().to(device)
+        errors.append(((got.float() - want).norm(dim=-1) / want.norm(dim=-1))[seen].median())
+    assert errors[1] <= 2 * errors[0]
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("generation", GENERATIONS)
+def test_generate_on_a_gpu(device: str, generation: str) -> None:
+    """Whatever was chosen is what the stored tokens make likely; greedily chosen tokens are the likeliest ones."""
+    model = device_model("qwen2, mixed", device)
+    inputs = place(prompt(3, 97, pads=(0, 31, 90)), device)
+    torch.manual_seed(1)
+    got = run_generate(model, exact_cache(model), "hybridkv", **inputs, **GENERATIONS[generation])
+    assert got.shape[1] > 97 + 20
+    if generation in ("greedy", "chunked prefill"):
+        mask = torch.cat([inputs["attention_mask"], torch.ones_like(got[:, 97:])], 1)
+        exact = copy.deepcopy(model).float()
+        exact.set_attn_implementation("eager")
+        logits = logits_in_parts(exact, dynamic(exact), {"input_ids": got, "attention_mask": mask}, [got.shape[1]])
+        logits = logits[:, 96:-1]
+        chosen = logits.gather(-1, got[:, 97:, None])[..., 0]
+        assert ((logits.amax(-1) - chosen) < 0.15 * logits.std()).all()
+
+
+@pytest.mark.parametrize("bits", [0, 8])
+def test_decode_graphs(device: str, bits: int) -> None:
+    """The same logits as forward passes one by one, whatever happens to the cache in between."""
+    model = device_model("qwen2, mixed", device)
+    model.set_attn_implementation("hybridkv")
+    inputs = place(prompt(3, 90, pads=(0, 20, 5)), device)
+    caches = [HybridCache(model.config, {"quantization_bits": bits}, max_tokens=4096) for _ in range(2)]
+    with pytest.raises(hybridkv.StepError, match="prompts"):
+        DecodeGraph(model, caches[0])
+    for cache in caches:
+        logits_in_parts(model, cache, inputs, [90])
+    mask, decode = inputs["attention_mask"], DecodeGraph(model, caches[0])
+    for i in range(40):
+        if i == 20:
+            for cache in caches:
+                cache.crop(-7)
+                cache.reorder_cache(torch.tensor([2, 1, 1]))
+            mask = mask[[2, 1, 1], :-7]
+        tokens = torch.randint(2, VOCABULARY, (3,), device=device)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        position = mask.sum(1, keepdim=True) - 1
+        want = run_forward(model, caches[1], input_ids=tokens[:, None], attention_mask=mask, position_ids=position)
+        got = decode(tokens)
+        assert caches[0].get_seq_length() == caches[1].get_seq_length() == mask.shape[1]
+        assert (got - want[:, -1]).norm() <= (1e-2 if device == "cuda" else 0.0) * want.norm()
+    with pytest.raises(hybridkv.ArgumentError, match="made for 3 rows, got 2"):
+        decode(tokens[:2])
+
+
+def test_a_full_cache_stops_a_decode_graph(device: str) -> None:
+    model = device_model("llama", device)
+    model.set_attn_implementation("hybridkv")
+    cache = HybridCache(model.config, max_tokens=128, max_batch=1)
+    run_forward(model, cache, **place(prompt(1, 124), device))
+    decode = DecodeGraph(model, cache)
+    tokens = torch.tensor([5], device=device)
+    for _ in range(4):
+        decode(tokens)
+    for _ in range(2):
+        with pytest.raises(hybridkv.CacheFullError):
+            decode(tokens)
+    assert cache.get_seq_length() == 128
+    cache.crop(-3)
+    assert decode(tokens).isfinite().all()
+
+
+def test_compiled_models_keep_one_graph(device: str) -> None:
+    """No graph break, and no new compilation from token to token."""
+    model = device_model("qwen2, mixed", device)
+    model.set_attn_implementation("hybridkv")
+    inputs = place(prompt(2, 60, pads=(0, 9)), device)
+    testing = pytest.importorskip("torch._dynamo.testing")
+    torch._dynamo.reset()
+    counter = testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    ends = [50, *range(51, 61)]
+    want = logits_in_parts(model, exact_cache(model), inputs, ends)
+    got = logits_in_parts(compiled, exact_cache(model), inputs, ends)
+    assert (got - want).norm() <= (1e-2 if device == "cuda" else 1e-5) * want.norm()
+    assert counter.frame_count <= 3
+    names = {node.name for graph in counter.graphs for node in graph.graph.nodes if "hybridkv" in str(node.target)}
+    assert len(names) >= 4
+
+
+def test_the_operator_knows_its_shape(llama: Any) -> None:
+    llama.set_attn_implementation("hybridkv")
+    cache = exact_cache(llama)
+    tensors = [torch.randn(2, heads, 7, 32) for heads in (4, 2, 2)]
+    real = torch.ops.hybridkv.attend(*tensors, None, cache.number, 0, 0.1, None, None)
+    with torch._subclasses.fake_tensor.FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(x) for x in tensors]
+        fake = torch.ops.hybridkv.attend(*fakes, None, cache.number, 0, 0.1, None, None)
+    assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 
 # ------------------------------------------------------------------------------------------------------------ failures

@@ -82,14 +82,12 @@ def hybridkv_attention(
     cache, layer_idx = find_cache(key)
     if sliding_window is not None:
         cache.check_window(layer_idx, sliding_window)
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    sinks = None if s_aux is None else s_aux.detach().to(torch.float32)
+    if torch.compiler.is_compiling():
+        arguments = (attention_mask, cache.number, layer_idx, scale, softcap or None, sinks)
+        return torch.ops.hybridkv.attend(query, key, value, *arguments), None
     output = cache.attend(
-        layer_idx,
-        query,
-        key,
-        value,
-        attention_mask,
-        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        soft_cap=softcap or None,
-        sinks=None if s_aux is None else s_aux.detach().to(torch.float32),
+        layer_idx, query, key, value, attention_mask, scale=scale, soft_cap=softcap or None, sinks=sinks
     )
     return output, None

@@ -32,6 +32,7 @@ from hybridkv.config import MODEL_CONFIG_KEY
 
 from .errors import unsupported
 from .models import layer_windows
+from .ops import number_cache
 from .padding import Padding
 
 ATTENTION_NAME = "hybridkv"
@@ -197,6 +198,7 @@ class HybridCache(Cache):
         self._rows: list[hybridkv.Sequence] = []  # a sequence of the core per row
         self._padding = Padding()
         self._forward: _Forward | None = None
+        self.number = number_cache(self)  # for torch.ops.hybridkv.attend
 
     # -------------------------------------------------------------------------------------------------- what it is
 
@@ -279,10 +281,10 @@ class HybridCache(Cache):
         ArgumentError
             If batch, shapes or layer index do not fit what the cache holds.
         """
-        self._check_states(key_states, value_states, layer_idx)
         if self._model_config._attn_implementation == ATTENTION_NAME:
             setattr(key_states, _NOTE, (self, layer_idx))
             return key_states, value_states
+        self._check_states(key_states, value_states, layer_idx)
         # Without a mask every new column counts as a token.
         forward = self._current(layer_idx) or self._begin(key_states, None)
         n_old, past = self._padding.n_columns, self._padding.token_counts()
@@ -338,6 +340,7 @@ class HybridCache(Cache):
         CacheFullError
             If the new tokens do not fit; nothing changed.
         """
+        self._check_states(key, value, layer_idx)
         forward = self._current(layer_idx)
         if forward is None:
             forward = self._begin(key, self._padding.split_mask(mask, key.shape[0], key.shape[2]))
@@ -371,12 +374,21 @@ class HybridCache(Cache):
 
     def _begin(self, key: torch.Tensor, held: torch.Tensor | None) -> _Forward:
         """Open a forward pass whose first layer brings `key` ``[B, Hkv, q, D]``; `held` as in `_Forward`."""
-        n_rows, _, n_columns, _ = key.shape
         core = self._ensure_core(key)
-        self._ensure_rows(core, n_rows)
+        self._ensure_rows(core, key.shape[0])
+        return self._open(core, key.shape[2], held)
+
+    def _open(self, core: hybridkv.Cache, n_columns: int, held: torch.Tensor | None) -> _Forward:
+        n_rows = len(self._rows)
         counts = [n_columns] * n_rows if held is None else held.sum(1).tolist()
         self._forward = _Forward(core.step(self._rows, counts), n_rows, n_columns, held)
         return self._forward
+
+    def _close(self, forward: _Forward) -> None:
+        """End a forward pass that all layers took part in."""
+        self._forward = None
+        forward.step.end()
+        self._padding.append(forward.held, forward.n_columns)
 
     def _run(
         self,
@@ -399,10 +411,43 @@ class HybridCache(Cache):
             raise
         forward.attended.add(layer_idx)
         if len(forward.attended) == len(self._windows):
-            self._forward = None
-            forward.step.end()
-            self._padding.append(forward.held, forward.n_columns)
+            self._close(forward)
         return output
+
+    def begin_pass(self, n_columns: int) -> None:
+        """Open the next forward pass, of `n_columns` tokens for every row, before the model runs.
+
+        The pass needs no mask then, and decides nothing itself: its layers can be captured in a CUDA graph.
+
+        Raises
+        ------
+        CacheFullError
+            If the new tokens do not fit; nothing changed.
+        """
+        self._rollback()
+        self._open(self._require_core(), n_columns, None)
+
+    def replay_pass(self, graph: Any) -> None:
+        """A forward pass of one token for every row, by launching a graph that was captured after `begin_pass`.
+
+        Raises
+        ------
+        CacheFullError
+            If the new tokens do not fit; nothing changed.
+        """
+        self.begin_pass(1)
+        forward = self._forward
+        assert forward is not None
+        try:
+            forward.step.replay(graph)
+        except BaseException:
+            self._rollback()
+            raise
+        self._close(forward)
+
+    def token_counts(self) -> list[int]:
+        """Tokens of every row, without padding."""
+        return self._padding.token_counts()
 
     def _rollback(self) -> None:
         """Undo a forward pass that did not reach its last layer."""

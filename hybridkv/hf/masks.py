@@ -36,6 +36,7 @@ def _conjuncts(function: MaskFunction) -> Iterator[MaskFunction]:
         yield function
 
 
+@torch.compiler.assume_constant_result
 def sliding_window_of(mask_function: MaskFunction) -> int:
     """Window that a mask function stands for.
 
@@ -121,6 +122,8 @@ def hybridkv_mask(
         return None
     require_padding_mask(attention_mask)
     mask = attention_mask.to(torch.bool)
+    if torch.compiler.is_compiling():
+        return mask  # values are looked at where the cache is asked
     # A mask of the wrong length is passed on: the cache knows what the right one is, and says so.
     complete = mask.shape[1] == q_offset + q_length and bool(mask.all())
     return None if complete else mask
