@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from devices import attend, to_host
 
 import hybridkv
 from hybridkv import ArgumentError, BusyError, DtypeError, Error, StaleHandleError, StepError, _core
@@ -34,7 +35,7 @@ def ones(n: int, heads: int = 2, dim: int = 32) -> np.ndarray:
 def grow(cache: hybridkv.Cache, sequence: hybridkv.Sequence, n: int, token_ids: Any = None) -> None:
     with cache.step([sequence], [n], token_ids) as step:
         for layer in range(cache.num_layers):
-            step.attend(layer, ones(n), ones(n), ones(n))
+            attend(cache.device, step, layer, ones(n), ones(n), ones(n))
 
 
 # ------------------------------------------------------------------------------------------------------ index arguments
@@ -262,14 +263,14 @@ def test_sequences(make_cache: MakeCache) -> None:
 def fail_after(cache: hybridkv.Cache, sequence: hybridkv.Sequence, n_layers: int) -> None:
     with cache.step([sequence], [40]) as step:
         for layer in range(n_layers):
-            step.attend(layer, ones(40) * 3, ones(40) * 3, ones(40) * 3)
+            attend(cache.device, step, layer, ones(40) * 3, ones(40) * 3, ones(40) * 3)
         raise KeyError
 
 
-def test_an_exception_rolls_the_step_back(make_cache: MakeCache) -> None:
+def test_an_exception_rolls_the_step_back(make_cache: MakeCache, device: str) -> None:
     """After any number of attended layers, all of them included, and with copy-on-write under way."""
     for n_attended in (0, 1, 2):
-        cache = make_cache()
+        cache = make_cache(device=device)
         sequence = cache.add_sequence()
         grow(cache, sequence, 100)
         forked = cache.fork(sequence)
@@ -279,7 +280,7 @@ def test_an_exception_rolls_the_step_back(make_cache: MakeCache) -> None:
         assert (sequence.length, forked.length) == (100, 100)
         for layer in range(2):
             for ours, theirs in zip(cache.read_tokens(forked, layer), before[layer], strict=True):
-                assert np.array_equal(ours, theirs)
+                assert torch.equal(to_host(ours), to_host(theirs))
         grow(cache, forked, 5)
         assert forked.length == 105
         cache.check()
@@ -310,11 +311,11 @@ def test_steps_close_once(make_cache: MakeCache) -> None:
         following.end()
 
 
-def test_a_layer_that_was_left_out_takes_the_step_back(make_cache: MakeCache) -> None:
-    cache = make_cache()
+def test_a_layer_that_was_left_out_takes_the_step_back(make_cache: MakeCache, device: str) -> None:
+    cache = make_cache(device=device)
     sequence = cache.add_sequence()
     with cache.step([sequence], [4]) as step:
-        step.attend(1, ones(4), ones(4), ones(4))
+        attend(device, step, 1, ones(4), ones(4), ones(4))
     assert sequence.length == 0
 
 

@@ -5,8 +5,10 @@ HYBRIDKV_SOAK_STEPS sets the number of steps; a soak has 10,000.
 
 from __future__ import annotations
 
+import gc
 import os
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,6 +32,15 @@ pytestmark = pytest.mark.parametrize("device", [CUDA])
 def static(*shape: int, device: str) -> torch.Tensor:
     """A tensor that keeps its address over all replays."""
     return torch.zeros(*shape, dtype=torch.bfloat16, device=device)
+
+
+def capture(work: Callable[[], None]) -> Any:
+    """A graph of what `work` launches."""
+    gc.collect()  # caches that are freed during a capture would spoil it
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
 
 
 class DecodeBuffers:
@@ -113,9 +124,7 @@ class Managed:
         for layer, x in enumerate(inputs):
             self.buffers.fill(layer, *x)
         if self.graph is None and n == ROWS:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.buffers.attend(step)
+            self.graph = capture(lambda: self.buffers.attend(step))
         if self.graph is None:
             return self.prefill(step, inputs)
         step.replay(self.graph)
@@ -252,12 +261,13 @@ class Attached:
         for layer, x in enumerate(inputs):
             self.buffers.fill(layer, *x)
         if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.graph):
-                self.stores[1].begin(*self.arrays, clock=self.clock, max_row_tokens=1)
-                self.buffers.attend(self.stores[1])
+            self.graph = capture(self.decode_step)
         self.graph.replay()
         return [to_host(out) for out in self.buffers.out]
+
+    def decode_step(self) -> None:
+        self.stores[1].begin(*self.arrays, clock=self.clock, max_row_tokens=1)
+        self.buffers.attend(self.stores[1])
 
     def check_pages(self, blocks: list[int]) -> None:
         """Sealed blocks have the same payload bytes on both."""

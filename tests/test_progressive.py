@@ -27,7 +27,7 @@ def peaked(length: int, n_new: int = 1) -> tuple[torch.Tensor, torch.Tensor, tor
 
 def typed(device: str, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """The tensors in the finest dtype of the device; exact, as their values are float16's."""
-    return [x.to(getattr(torch, FINEST_DTYPE[device])) for x in tensors]
+    return [x.to(getattr(torch, FINEST_DTYPE[device.partition(":")[0]])) for x in tensors]
 
 
 def build(device: str, bits: int, k: torch.Tensor, v: torch.Tensor, **fields: Any) -> tuple[hybridkv.Cache, Any]:

@@ -17,6 +17,7 @@ A pass that stops half-way leaves an open step, which whatever comes next rolls 
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -66,7 +67,8 @@ def find_cache(key: torch.Tensor) -> tuple[HybridCache, int]:
 class HybridLayer(CacheLayerMixin):
     """What a layer of a `HybridCache` answers when transformers asks a layer and not the cache.
 
-    It holds nothing: what changes the batch acts on all layers at once and belongs to the cache.
+    It holds nothing: what changes the batch acts on all layers at once and belongs to the cache. Nor does it keep the
+    cache alive, so that memory goes back with the last reference to the cache and waits for no garbage collection.
     """
 
     is_croppable = True
@@ -74,7 +76,7 @@ class HybridLayer(CacheLayerMixin):
 
     def __init__(self, cache: HybridCache, layer_idx: int, window: int) -> None:
         super().__init__()
-        self._cache = cache
+        self._cache: HybridCache = weakref.proxy(cache)
         self._layer_idx = layer_idx
         self.is_sliding = window > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from typing import Any
 
@@ -96,6 +97,7 @@ class DecodeGraph:
 
     def _capture(self) -> torch.Tensor:
         """Capture the step that is open, and launch it for the first time."""
+        gc.collect()  # a cache that is freed later on would spoil the capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self._logits = self._run()

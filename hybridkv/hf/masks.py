@@ -36,7 +36,7 @@ def _conjuncts(function: MaskFunction) -> Iterator[MaskFunction]:
         yield function
 
 
-@torch.compiler.assume_constant_result
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def sliding_window_of(mask_function: MaskFunction) -> int:
     """Window that a mask function stands for.
 
