@@ -2,10 +2,12 @@
  *
  *   cuda_decode [-o FILE.json] [NAME...]     rows whose name contains one of NAME; all without one
  *
- * Every decode time includes merging partial results; append and schedule have rows of their own. "read" is a plain
- * read of the same number of bytes in the same harness. Error is relative to double precision on the stored values.
+ * Every decode time includes merging partial results; append, begin and schedule have rows of their own. "read" is a
+ * plain read of the same number of bytes in the same harness. Error is relative to double precision on the stored
+ * values.
  */
 #include "../tests/cuda/harness.cuh"
+#include "../tests/cuda/plan_check.cuh"
 
 using namespace harness;
 
@@ -197,13 +199,12 @@ void progressive_row(const std::string &name, Spec s, double skipped, double ref
     add_row({name, us, must, aim, double(n.n_bytes_read), -1, note});
 }
 
-/* -------------------------------------------------------------------------------------------------- append and
- * schedule */
+/* --------------------------------------------------------------------------------------------------- append, begin */
 
 void append_rows()
 {
     if (!is_wanted("append")) return;
-    Spec s = uniform(32, 8192, 8);
+    Spec s = uniform(32, 8192 + 31, 8); /* 63 tokens in the last block */
     s.copies = 8;
     Case c(s);
     for (bool seal : {false, true}) {
@@ -234,8 +235,59 @@ void append_rows()
         });
         add_row({seal ? "append B32, all rows seal" : "append B32", us, seal ? 6.0 : 3.0, seal ? 4.0 : 2.0, 0, -1, ""});
     }
-    const double us = time_graph(64, [&](int, cudaStream_t stream) { c.schedule(stream); });
-    add_row({"schedule B32x8K", us, 0, 0, 0, -1, ""});
+}
+
+/* Decode steps of rows that all go on in a hot block. A step that no layer carries out is undone by the next one, so
+ * begin is timed with an append of one layer and KV head after it, less that append alone. */
+void begin_row(const std::string &name, int n_rows, int length, double must, double aim)
+{
+    if (!is_wanted(name)) return;
+    const int width = ceil_div(length, 64), n_blocks = n_rows * width + 1;
+    const plan_check::Shape shape = {n_rows, n_blocks, 2 * n_rows, 32, 0, width, n_rows, 0, true};
+    std::vector<uint8_t> memory(plan_check::Tables(shape, nullptr).bytes);
+    plan_check::Tables host(shape, memory.data());
+    std::vector<int32_t> ids(n_blocks - 1);
+    for (int i = 0; i < n_blocks - 1; i++) ids[i] = i + 1;
+    std::shuffle(ids.begin(), ids.end(), std::mt19937(1));
+    std::copy(ids.begin(), ids.end(), const_cast<int32_t *>(host.job.batch.block_table));
+    for (int r = 0; r <= n_rows; r++) const_cast<int32_t *>(host.job.batch.cu_new_tokens)[r] = r;
+    for (int r = 0; r < n_rows; r++) {
+        const_cast<int32_t *>(host.job.batch.seq_lens)[r] = length;
+        const_cast<int64_t *>(host.job.batch.slot_mapping)[r] =
+            int64_t(ids[r * width + width - 1]) * 64 + (length - 1) % 64;
+    }
+    std::fill_n(host.job.directory.block_page, n_blocks, -1);
+    std::fill_n(host.job.directory.page_block, 2 * n_rows, -1);
+    *host.job.directory.next_stamp = 1;
+    DeviceArray<uint8_t> device_memory(memory);
+    plan_check::Tables device(shape, device_memory.get());
+    device.job.batch.n_rows = device.job.batch.n_new_tokens = n_rows;
+
+    hkv::LayerView layer = {};
+    hkv_format_init(&layer.format, 8, 64, 128, HKV_BF16);
+    DeviceArray<uint8_t> pages(size_t(2) * n_rows * layer.format.row_page_bytes);
+    DeviceArray<uint16_t> rows(size_t(n_rows) * 128);
+    rows.fill(0);
+    layer.pages = {device.headers, device.job.header_stride_bytes, 0};
+    layer.hot = pages.get();
+    layer.n_kv_heads = 1;
+    const hkv::NewTokens tokens = {rows.get(), rows.get(), 128, 128, 128, 128};
+    const auto begin = [&](cudaStream_t stream) {
+        CHECK_CUDA(hkv::launch_begin(device.job, device.schedule_input(0), device.schedule, stream));
+    };
+    const auto append = [&](cudaStream_t stream) {
+        CHECK_CUDA(hkv::launch_append(layer, device.job.plan, n_rows, tokens, nullptr, stream));
+    };
+    const double both = time_graph(64, [&](int, cudaStream_t stream) {
+        begin(stream);
+        append(stream);
+    });
+    const double without = time_graph(64, [&](int, cudaStream_t stream) { append(stream); });
+    add_row({name, both - without, must, aim, 0, -1, "schedule included"});
+    const double schedule = time_graph(64, [&](int, cudaStream_t stream) {
+        CHECK_CUDA(hkv::launch_schedule(device.schedule_input(0), device.schedule, stream));
+    });
+    add_row({"schedule alone, " + name, schedule, 0, 0, 0, -1, ""});
 }
 
 void write_json(const char *path)
@@ -292,6 +344,9 @@ int main(int argc, char **argv)
     progressive_row("progressive B1x128K 90/3", uniform(1, 131072, 8), 0.90, 0.03, 36, 26);
     progressive_row("progressive B1x128K 0/0", uniform(1, 131072, 8), 0.0, 0.0, 0, 0);
     append_rows();
+    begin_row("begin B32x8K", 32, 8192 + 33, 10, 5);
+    begin_row("begin B1x128K", 1, 131072 + 33, 0, 0);
+    begin_row("begin B256x8K", 256, 8192 + 33, 0, 0);
     if (json) write_json(json);
     return 0;
 }

@@ -38,6 +38,7 @@
 #include "hkv.h"
 
 #ifdef __CUDACC__
+#include <cuda_fp16.h>
 #define HKV_INLINE static __host__ __device__ __forceinline__
 #else
 #define HKV_INLINE static inline
@@ -230,6 +231,9 @@ HKV_INLINE float hkv_float_of_bits(uint32_t u)
 /* Exact. */
 HKV_INLINE float hkv_f16_to_f32(uint16_t h)
 {
+#ifdef __CUDA_ARCH__
+    return __half2float(__ushort_as_half(h));
+#else
     uint32_t sign = (uint32_t)(h & 0x8000u) << 16, exponent = (h >> 10) & 31u, fraction = h & 1023u;
     if (exponent == 31u) return hkv_float_of_bits(sign | 0x7f800000u | fraction << 13);
     if (exponent == 0u) {
@@ -237,6 +241,7 @@ HKV_INLINE float hkv_f16_to_f32(uint16_t h)
         return sign ? -magnitude : magnitude;
     }
     return hkv_float_of_bits(sign | (exponent + 112u) << 23 | fraction << 13);
+#endif
 }
 HKV_INLINE float hkv_bf16_to_f32(uint16_t h)
 {
@@ -262,18 +267,26 @@ HKV_INLINE uint16_t hkv_f16_truncate(float x, int32_t *inexact)
     *inexact = (fraction & ((1u << shift) - 1u)) != 0;
     return (uint16_t)(sign | fraction >> shift);
 }
-/* Towards -infinity and +infinity, as __float2half_rd and __float2half_ru, for finite |x| <= 65504. */
+/* Towards -infinity and +infinity, for finite |x| <= 65504. */
 HKV_INLINE uint16_t hkv_f32_to_f16_down(float x)
 {
+#ifdef __CUDA_ARCH__
+    return __half_as_ushort(__float2half_rd(x));
+#else
     int32_t inexact;
     uint16_t h = hkv_f16_truncate(x, &inexact);
     return (uint16_t)(h + ((h & 0x8000u) && inexact ? 1u : 0u));
+#endif
 }
 HKV_INLINE uint16_t hkv_f32_to_f16_up(float x)
 {
+#ifdef __CUDA_ARCH__
+    return __half_as_ushort(__float2half_ru(x));
+#else
     int32_t inexact;
     uint16_t h = hkv_f16_truncate(x, &inexact);
     return (uint16_t)(h + (!(h & 0x8000u) && inexact ? 1u : 0u));
+#endif
 }
 
 /* --------------------------------------------------------------------------- quantisation of one group, to the bit */

@@ -3,18 +3,25 @@
  * Contract. As docs/transitions.md, "Per layer" 1-4, under the tables of the plan. A record written here has the bytes
  * that hkv_record_encode writes. Every token is quantised once, when its block becomes full (or its page is evicted).
  *
- * Grid. One block of threads per (segment, KV head); heads never exchange anything. Two launches: `prepare` brings
- * older tokens into claimed pages (after saving the page's former owner, if that was a victim), `append` writes the new
- * ones and seals. They are two because a restore must see its source before any segment of the step writes to it.
+ * Grid. One block of threads per (segment, KV head); heads never exchange anything. A block saves the former owner of a
+ * claimed page, brings older tokens into it, writes the new ones and seals. Segments depend on each other only where
+ * the plan says so (is_entangled: a segment overwrites what another restores); then the first block of every head
+ * carries out all of them.
  *
- * Bytes. Per new token and head 2 x 2D bytes read and written; per sealed block 64 times that read (from L2, mostly)
- * and one record written: a seal costs what reading the block once at 16 bit costs, amortised over 64 steps.
+ * Bytes. Per new token and head 2 x 2D bytes read and written; per sealed block 63 times that read and one record
+ * written: a seal costs what reading the block once at 16 bit costs, amortised over 64 steps.
  *
- * Tiling. A block's K and V fit in shared memory at 16 bit. One thread owns a channel of K (its group is 64 tokens),
- * one warp a token of V (its group is up to 128 channels); then each thread makes whole words of a plane, i.e. whole A
- * fragments, so that stores are coalesced.
+ * Tiling. A block's K and V fit in shared memory at 16 bit; the tokens of the page are fetched while those of the call
+ * are on their way. Ranges are found two elements at a time, K's channels over a slice of the tokens a thread, V's
+ * tokens over eight lanes. Codes are made where the tensor core will want them: ldmatrix hands a lane the eight
+ * elements of one A fragment (transposed for V), which are one word of each plane.
+ *
+ * A block without clamped elements and without subnormal scales, and full, needs no care: elements are their own
+ * clamped values, and codes end up in 8..248 by themselves (csrc/format.h). All others take the same way with care.
  */
 #include "record.cuh"
+
+#include <cuda_pipeline_primitives.h>
 
 #include "format.cuh"
 #include "launch.cuh"
@@ -25,19 +32,69 @@ namespace
 {
 
 constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
 constexpr int kRowPad = 8; /* 16-bit elements between rows in shared memory: 16 bytes, against bank conflicts */
+constexpr int kLanesPerToken = kThreads / kBlockTokens;
 
-__device__ __forceinline__ float to_float(uint16_t bits, int dtype)
+/* ------------------------------------------------------------------------------------------------ pairs of elements */
+
+template <int kDtype> __device__ __forceinline__ float to_float(uint16_t bits)
 {
-    return dtype == HKV_BF16 ? __uint_as_float(static_cast<uint32_t>(bits) << 16)
-                             : __half2float(__ushort_as_half(bits));
+    return kDtype == HKV_BF16 ? hkv_bf16_to_f32(bits) : hkv_f16_to_f32(bits);
 }
+template <int kDtype> __device__ __forceinline__ float2 to_floats(uint32_t pair)
+{
+    return kDtype == HKV_BF16 ? unpack_bf162(pair) : unpack_half2(pair);
+}
+
+/* Smallest and largest of elements, pair by pair; NaN if there is one. */
+template <int kDtype> struct PairRange {
+    uint32_t lo = kDtype == HKV_BF16 ? 0x7f807f80u : 0x7c007c00u; /* infinities */
+    uint32_t hi = kDtype == HKV_BF16 ? 0xff80ff80u : 0xfc00fc00u;
+
+    __device__ __forceinline__ void add(uint32_t low, uint32_t high)
+    {
+        if (kDtype == HKV_BF16) {
+            lo = bits_of(__hmin2_nan(bf162_of(lo), bf162_of(low)));
+            hi = bits_of(__hmax2_nan(bf162_of(hi), bf162_of(high)));
+        } else {
+            lo = bits_of(__hmin2_nan(half2_of(lo), half2_of(low)));
+            hi = bits_of(__hmax2_nan(half2_of(hi), half2_of(high)));
+        }
+    }
+    __device__ __forceinline__ void add(uint32_t pair)
+    {
+        add(pair, pair);
+    }
+
+  private:
+    static __device__ __forceinline__ __nv_bfloat162 bf162_of(uint32_t u)
+    {
+        return *reinterpret_cast<__nv_bfloat162 *>(&u);
+    }
+    static __device__ __forceinline__ uint32_t bits_of(__nv_bfloat162 x)
+    {
+        return *reinterpret_cast<uint32_t *>(&x);
+    }
+    static __device__ __forceinline__ uint32_t bits_of(__half2 x)
+    {
+        return hkv::bits_of(x);
+    }
+};
+
+/* ---------------------------------------------------------------------------------------------------------- staging */
+
+/* (zero, inverse / 256) of a group: the code is 256 (x - zero) (inverse / 256), where 256 times is exact, and clamping
+ * the rest to 0..1 costs nothing. */
+using GroupParams = float2;
 
 /* Dynamic shared memory of one block of tokens; rows are [kBlockTokens][stored_dim + kRowPad] 16-bit elements. */
 struct Staging {
     uint16_t *k, *v;
-    float *k_zero, *k_inverse; /* [stored_dim] */
-    float *v_zero, *v_inverse; /* [n_value_groups][kBlockTokens] */
+    GroupParams *k_params; /* [stored_dim] */
+    GroupParams *v_params; /* [n_value_groups][kBlockTokens] */
+    uint32_t *k_lo, *k_hi; /* [slices of tokens][stored_dim / 2] pairs of channels */
+    float2 *v_range;       /* [n_value_groups][kBlockTokens] (lo, hi) */
     int pitch;
 
     __device__ Staging(const hkv_format &f, uint8_t *memory)
@@ -45,48 +102,179 @@ struct Staging {
         pitch = f.stored_dim + kRowPad;
         k = reinterpret_cast<uint16_t *>(memory);
         v = k + kBlockTokens * pitch;
-        k_zero = reinterpret_cast<float *>(v + kBlockTokens * pitch);
-        k_inverse = k_zero + f.stored_dim;
-        v_zero = k_inverse + f.stored_dim;
-        v_inverse = v_zero + f.n_value_groups * kBlockTokens;
+        k_params = reinterpret_cast<GroupParams *>(v + kBlockTokens * pitch);
+        v_params = k_params + f.stored_dim;
+        v_range = v_params + f.n_value_groups * kBlockTokens;
+        k_lo = reinterpret_cast<uint32_t *>(v_range + f.n_value_groups * kBlockTokens);
+        k_hi = k_lo + kThreads;
+    }
+    __device__ uint16_t *row(bool is_v, int token) const
+    {
+        return (is_v ? v : k) + token * pitch;
     }
 };
 inline size_t staging_bytes(const hkv_format &f)
 {
     return static_cast<size_t>(2 * kBlockTokens * (f.stored_dim + kRowPad)) * sizeof(uint16_t) +
-           static_cast<size_t>(2 * f.stored_dim + 2 * f.n_value_groups * kBlockTokens) * sizeof(float);
+           static_cast<size_t>(f.stored_dim + 2 * f.n_value_groups * kBlockTokens) * sizeof(float2) +
+           static_cast<size_t>(2 * kThreads) * sizeof(uint32_t);
 }
 
-/* ---------------------------------------------------------------------------------------------------------- staging */
-
-/* Copy the first n_tokens rows of a row page. */
-__device__ void stage_page(const hkv_format &f, const Staging &s, const uint8_t *page, int n_tokens)
+/* The 16-byte chunks of n_tokens rows (K | V), the threads side by side: f(token, chunk). */
+template <typename F> __device__ __forceinline__ void for_chunks(const hkv_format &f, int n_tokens, F visit)
 {
     const int chunks = f.row_bytes / 16;
-    for (int i = threadIdx.x; i < n_tokens * chunks; i += kThreads) {
-        const int token = i / chunks, chunk = i % chunks, in_k = chunk < chunks / 2;
-        const uint4 data = *reinterpret_cast<const uint4 *>(page + hkv_row_chunk_offset(&f, token, chunk));
-        uint16_t *row = (in_k ? s.k : s.v) + token * s.pitch;
-        *reinterpret_cast<uint4 *>(row + (in_k ? chunk : chunk - chunks / 2) * 8) = data;
+    const int token_step = kThreads / chunks, chunk_step = kThreads % chunks;
+    int token = static_cast<int>(threadIdx.x) / chunks, chunk = static_cast<int>(threadIdx.x) % chunks;
+    while (token < n_tokens) {
+        visit(token, chunk);
+        token += token_step;
+        chunk += chunk_step;
+        if (chunk >= chunks) {
+            chunk -= chunks;
+            token++;
+        }
     }
 }
 
-/* Copy n_tokens rows of K and V, [n, D] with token strides in elements. Works at any alignment of 2 bytes. */
-__device__ void stage_tensors(const hkv_format &f, const Staging &s, const uint16_t *k, int64_t k_stride,
-                              const uint16_t *v, int64_t v_stride, int n_tokens)
+/* Start to fetch the first n_tokens rows of a row page. */
+__device__ void stage_page(const hkv_format &f, const Staging &s, const uint8_t *page, int n_tokens)
 {
-    for (int i = threadIdx.x; i < n_tokens * f.stored_dim; i += kThreads) {
-        const int token = i / f.stored_dim, channel = i % f.stored_dim;
-        const bool real = channel < f.head_dim;
-        s.k[token * s.pitch + channel] = real ? k[token * k_stride + channel] : static_cast<uint16_t>(0);
-        s.v[token * s.pitch + channel] = real ? v[token * v_stride + channel] : static_cast<uint16_t>(0);
+    const int k_chunks = f.row_bytes / 32;
+    for_chunks(f, n_tokens, [&](int token, int chunk) {
+        const bool is_v = chunk >= k_chunks;
+        __pipeline_memcpy_async(s.row(is_v, token) + (chunk - is_v * k_chunks) * 8,
+                                page + hkv_row_chunk_offset(&f, token, chunk), 16);
+    });
+    __pipeline_commit();
+}
+
+/* A segment's K and V of one head. */
+struct Source {
+    const uint16_t *k, *v;
+    int64_t k_stride, v_stride; /* from a token to the next, in elements */
+};
+
+/* Eight elements from an address of any alignment. */
+__device__ __forceinline__ uint4 load_elements(const uint16_t *p)
+{
+    if (reinterpret_cast<uintptr_t>(p) % 16 == 0) return *reinterpret_cast<const uint4 *>(p);
+    uint32_t w[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) w[i] = p[2 * i] | static_cast<uint32_t>(p[2 * i + 1]) << 16;
+    return make_uint4(w[0], w[1], w[2], w[3]);
+}
+
+/* Bring new tokens to where they are wanted: the rows from `offset` on in a page (or NULL), and in shared memory. */
+__device__ void take_tokens(const hkv_format &f, const Source &source, int offset, int n_tokens, uint8_t *rows,
+                            const Staging *staging)
+{
+    const int k_chunks = f.row_bytes / 32;
+    for_chunks(f, n_tokens, [&](int token, int chunk) {
+        const bool is_v = chunk >= k_chunks;
+        const int channel = (chunk - is_v * k_chunks) * 8;
+        uint4 elements = make_uint4(0, 0, 0, 0);
+        if (channel < f.head_dim)
+            elements = load_elements((is_v ? source.v + token * source.v_stride : source.k + token * source.k_stride) +
+                                     channel);
+        if (rows) *reinterpret_cast<uint4 *>(rows + hkv_row_chunk_offset(&f, offset + token, chunk)) = elements;
+        if (staging) *reinterpret_cast<uint4 *>(staging->row(is_v, offset + token) + channel) = elements;
+    });
+}
+
+/* ----------------------------------------------------------------------------------------------------------- ranges */
+
+/* Slices of tokens that K's ranges are found in: as many as there are threads for, a power of two. */
+__device__ __forceinline__ int n_key_slices(const hkv_format &f)
+{
+    return 1 << (31 - __clz(kThreads * 2 / f.stored_dim));
+}
+
+/* Ranges of all groups of a full block, K's slice by slice. */
+template <int kDtype> __device__ void measure_groups(const hkv_format &f, const Staging &s)
+{
+    const int n_pairs = f.stored_dim / 2, n_slices = n_key_slices(f), n_tokens = kBlockTokens / n_slices;
+    const int slice = static_cast<int>(threadIdx.x) / n_pairs, pair = static_cast<int>(threadIdx.x) % n_pairs;
+    if (slice < n_slices) {
+        PairRange<kDtype> range;
+        const uint16_t *first = s.k + slice * n_tokens * s.pitch + 2 * pair;
+#pragma unroll 4
+        for (int t = 0; t < n_tokens; t++) range.add(*reinterpret_cast<const uint32_t *>(first + t * s.pitch));
+        s.k_lo[slice * n_pairs + pair] = range.lo;
+        s.k_hi[slice * n_pairs + pair] = range.hi;
+    }
+    const int token = threadIdx.x / kLanesPerToken, lane = threadIdx.x % kLanesPerToken;
+    for (int group = 0; group < f.n_value_groups; group++) {
+        const int first = group * HKV_VALUE_GROUP, end = min(f.head_dim, first + HKV_VALUE_GROUP);
+        PairRange<kDtype> range;
+        for (int channel = first + 8 * lane; channel < end; channel += 8 * kLanesPerToken) {
+            const uint4 x = *reinterpret_cast<const uint4 *>(s.v + token * s.pitch + channel);
+            range.add(x.x);
+            range.add(x.y);
+            range.add(x.z);
+            range.add(x.w);
+        }
+#pragma unroll
+        for (int step = kLanesPerToken / 2; step; step >>= 1)
+            range.add(__shfl_xor_sync(kFullWarp, range.lo, step), __shfl_xor_sync(kFullWarp, range.hi, step));
+        range.add(__byte_perm(range.lo, 0, 0x1032), __byte_perm(range.hi, 0, 0x1032)); /* the two of a pair */
+        if (lane == 0)
+            s.v_range[group * kBlockTokens + token] =
+                make_float2(to_floats<kDtype>(range.lo).x, to_floats<kDtype>(range.hi).x);
     }
 }
 
-/* ----------------------------------------------------------------------------------------------------- quantisation */
+/* Range of a channel of K, from the slices. */
+template <int kDtype> __device__ float2 key_range(const hkv_format &f, const Staging &s, int channel)
+{
+    const int n_pairs = f.stored_dim / 2, n_slices = n_key_slices(f);
+    PairRange<kDtype> range;
+#pragma unroll 4
+    for (int i = 0; i < n_slices; i++) range.add(s.k_lo[i * n_pairs + channel / 2], s.k_hi[i * n_pairs + channel / 2]);
+    const float2 lo = to_floats<kDtype>(range.lo), hi = to_floats<kDtype>(range.hi);
+    return channel % 2 ? make_float2(lo.y, hi.y) : make_float2(lo.x, hi.x);
+}
 
-/* Running step 1 of a group: the range of unchanged elements and of clamped ones. */
-struct Range {
+/* ------------------------------------------------------------------------------------------------------- parameters */
+
+/* Where a group's scale lies in the record, in halves from the start of its section; its zero is 2 further. */
+__device__ __forceinline__ void store_params(uint16_t *scale_of_record, uint16_t zero, uint16_t scale)
+{
+    scale_of_record[0] = scale;
+    scale_of_record[2] = zero;
+}
+
+/* Parameters of a group from the range of its elements, none of which is clamped. Returns whether its codes need care.
+ * A scale of 0 says that all elements are `lo`: any that gives them code 8 will do. */
+__device__ bool make_params(float2 range, uint16_t *scale_of_record, GroupParams *params)
+{
+    uint16_t zero, scale;
+    hkv_quant_params(range.x, range.y, &zero, &scale);
+    store_params(scale_of_record, zero, scale);
+    *params = scale ? make_float2(hkv_f16_to_f32(zero), hkv_quant_inverse(hkv_f16_to_f32(scale)) / 256)
+                    : make_float2(range.x - HKV_CODE_MIN, 1.f / 256);
+    const bool is_subnormal = scale != 0 && scale < 0x0400;
+    return is_subnormal || !(range.x >= -HKV_MAX_FINITE && range.y <= HKV_MAX_FINITE);
+}
+
+/* Parameters of all groups; a thread each. Returns whether a group of this thread needs care. */
+template <int kDtype> __device__ bool make_all_params(const hkv_format &f, const Staging &s, uint8_t *record)
+{
+    const int i = threadIdx.x, j = i - f.stored_dim;
+    if (i < f.stored_dim) {
+        uint16_t *params = reinterpret_cast<uint16_t *>(record + f.k_params_offset) + hkv_k_param_index(i);
+        return make_params(key_range<kDtype>(f, s, i), params, s.k_params + i);
+    }
+    if (j < f.n_value_groups * kBlockTokens) {
+        uint16_t *params = reinterpret_cast<uint16_t *>(record + f.v_params_offset) +
+                           hkv_v_param_index(&f, j % kBlockTokens, j / kBlockTokens * HKV_VALUE_GROUP);
+        return make_params(s.v_range[j], params, s.v_params + j);
+    }
+    return false;
+}
+
+/* The same with care: a running step 1, the range of unchanged elements and of clamped ones. */
+struct CarefulRange {
     float lo = INFINITY, hi = -INFINITY;
     float clamped_lo = INFINITY, clamped_hi = -INFINITY;
     int n_changed = 0, n = 0;
@@ -104,136 +292,155 @@ struct Range {
         n_changed += changed;
         n++;
     }
-    /* Over the lanes of a warp. Clamped ranges matter only where nothing else is left. */
-    __device__ void join_lanes()
-    {
-        n_changed = __reduce_add_sync(kFullWarp, n_changed);
-        n = __reduce_add_sync(kFullWarp, n);
-        join(lo, hi);
-        if (n == n_changed) join(clamped_lo, clamped_hi);
-    }
-    static __device__ void join(float &low, float &high)
-    {
-#pragma unroll
-        for (int step = 16; step; step >>= 1) {
-            low = fminf(low, __shfl_xor_sync(kFullWarp, low, step));
-            high = fmaxf(high, __shfl_xor_sync(kFullWarp, high, step));
-        }
-    }
     /* Steps 2 and 3. */
-    __device__ void params(uint16_t *zero, uint16_t *scale) const
+    __device__ void make_params(uint16_t *scale_of_record, GroupParams *params) const
     {
-        if (n == n_changed)
-            hkv_quant_params(clamped_lo, clamped_hi, zero, scale);
-        else
-            hkv_quant_params(lo, hi, zero, scale);
+        uint16_t zero = 0, scale = 0;
+        if (n > 0) hkv_quant_params(n == n_changed ? clamped_lo : lo, n == n_changed ? clamped_hi : hi, &zero, &scale);
+        store_params(scale_of_record, zero, scale);
+        *params = make_float2(hkv_f16_to_f32(zero), hkv_quant_inverse(hkv_f16_to_f32(scale)) / 256);
     }
 };
 
-/* Keep a group's parameters: fp16 in the record, fp32 for the codes. */
-__device__ __forceinline__ void keep_params(uint16_t zero, uint16_t scale, uint16_t *record_scale, float *zero_out,
-                                            float *inverse_out)
+/* Parameters of all groups of n_tokens tokens, a thread each; those without tokens or channels are 0. Returns to every
+ * thread the number of clamped elements. */
+template <int kDtype>
+__device__ int make_careful_params(const hkv_format &f, const Staging &s, int n_tokens, uint8_t *record)
 {
-    record_scale[0] = scale;
-    record_scale[2] = zero;
-    *zero_out = hkv_f16_to_f32(zero);
-    *inverse_out = hkv_quant_inverse(hkv_f16_to_f32(scale));
-}
-
-/* Parameters of every channel of K. Returns the calling thread's number of changed elements. */
-__device__ int quantise_key_params(const hkv_format &f, const Staging &s, int n_tokens, uint8_t *record)
-{
-    uint16_t *params = reinterpret_cast<uint16_t *>(record + f.k_params_offset);
-    int n_changed = 0;
-    for (int channel = threadIdx.x; channel < f.stored_dim; channel += kThreads) {
-        uint16_t zero = 0, scale = 0;
-        if (channel < f.head_dim) {
-            Range range;
-            for (int t = 0; t < n_tokens; t++) range.add(to_float(s.k[t * s.pitch + channel], f.dtype));
-            range.params(&zero, &scale);
-            n_changed += range.n_changed;
-        }
-        keep_params(zero, scale, params + hkv_k_param_index(channel), s.k_zero + channel, s.k_inverse + channel);
+    const int i = threadIdx.x, j = i - f.stored_dim;
+    CarefulRange range;
+    if (i < f.stored_dim) {
+        for (int t = 0; t < n_tokens && i < f.head_dim; t++) range.add(to_float<kDtype>(s.k[t * s.pitch + i]));
+        range.make_params(reinterpret_cast<uint16_t *>(record + f.k_params_offset) + hkv_k_param_index(i),
+                          s.k_params + i);
+    } else if (j < f.n_value_groups * kBlockTokens) {
+        const int token = j % kBlockTokens, first = j / kBlockTokens * HKV_VALUE_GROUP;
+        for (int c = first; c < min(f.head_dim, first + HKV_VALUE_GROUP) && token < n_tokens; c++)
+            range.add(to_float<kDtype>(s.v[token * s.pitch + c]));
+        range.make_params(reinterpret_cast<uint16_t *>(record + f.v_params_offset) +
+                              hkv_v_param_index(&f, token, first),
+                          s.v_params + j);
     }
+    __shared__ int n_changed;
+    if (threadIdx.x == 0) n_changed = 0;
+    __syncthreads();
+    if (range.n_changed) atomicAdd(&n_changed, range.n_changed);
+    __syncthreads();
     return n_changed;
 }
 
-/* Parameters of every (token, value group) of V, a warp each. */
-__device__ int quantise_value_params(const hkv_format &f, const Staging &s, int n_tokens, uint8_t *record)
-{
-    uint16_t *params = reinterpret_cast<uint16_t *>(record + f.v_params_offset);
-    const int lane = threadIdx.x % 32;
-    int n_changed = 0;
-    for (int i = threadIdx.x / 32; i < f.n_value_groups * kBlockTokens; i += kThreads / 32) {
-        const int token = i % kBlockTokens, group = i / kBlockTokens;
-        const int first = group * HKV_VALUE_GROUP, end = min(f.head_dim, first + HKV_VALUE_GROUP);
-        uint16_t zero = 0, scale = 0;
-        if (token < n_tokens) {
-            Range range;
-            for (int c = first + lane; c < end; c += 32) range.add(to_float(s.v[token * s.pitch + c], f.dtype));
-            range.join_lanes();
-            range.params(&zero, &scale);
-            if (lane == 0) n_changed += range.n_changed;
-        }
-        if (lane == 0)
-            keep_params(zero, scale, params + hkv_v_param_index(&f, token, first), s.v_zero + i, s.v_inverse + i);
-    }
-    return n_changed;
-}
+/* ------------------------------------------------------------------------------------------------------------ codes */
 
-/* Step 4 of one element; padding holds code 8. */
-__device__ __forceinline__ uint32_t code_of(const hkv_format &f, const Staging &s, bool is_v, int token, int channel,
-                                            int n_tokens)
+/* Step 4 of one element, in the low byte of the result. */
+__device__ __forceinline__ uint32_t plain_code(float x, GroupParams p)
 {
-    if (token >= n_tokens || channel >= f.head_dim) return HKV_CODE_MIN;
-    const int group = is_v ? channel / HKV_VALUE_GROUP * kBlockTokens + token : channel;
-    const float x = to_float((is_v ? s.v : s.k)[token * s.pitch + channel], f.dtype);
+    constexpr float kRound = 12582912.f; /* 1.5 * 2^23: adding it rounds to even and leaves the integer in the bits */
+    return __float_as_uint(__fmaf_rn(__saturatef(__fmul_rn(__fsub_rn(x, p.x), p.y)), 256.f, kRound));
+}
+__device__ __forceinline__ uint32_t careful_code(float x, GroupParams p, bool is_valid)
+{
     int32_t changed;
-    return static_cast<uint32_t>(hkv_quant_code(hkv_quant_clamp(x, &changed), (is_v ? s.v_zero : s.k_zero)[group],
-                                                (is_v ? s.v_inverse : s.k_inverse)[group]));
+    return is_valid ? static_cast<uint32_t>(hkv_quant_code(hkv_quant_clamp(x, &changed), p.x, p.y * 256))
+                    : HKV_CODE_MIN;
+}
+/* The low bytes of four words. */
+__device__ __forceinline__ uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d)
+{
+    return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-/* The planes of K or V, a word of both a thread at a time: the 2 x 2 x 2 elements of one A fragment's lane. */
-__device__ void write_planes(const hkv_format &f, const Staging &s, bool is_v, int n_tokens, uint8_t *high,
-                             uint8_t *low)
+/* Words of four 16-channel steps of one tile (two where stored_dim % 64 = 32), a lane's part: from elements to planes.
+ */
+template <int kDtype, bool kWithCare>
+__device__ void write_words(const hkv_format &f, const Staging &s, bool is_v, int tile, int step_group, int n_tokens,
+                            uint8_t *record)
 {
-    const int words_per_tile = 2 * f.stored_dim;
-    for (int i = threadIdx.x; i < kTiles * words_per_tile; i += kThreads) {
-        const int tile = i / words_per_tile, in_tile = i % words_per_tile;
-        const int group = in_tile / 128, n_words = group * 64 + 64 <= f.stored_dim ? 4 : 2;
-        const int in_group = in_tile % 128, lane = in_group / n_words, step = group * 4 + in_group % n_words;
-        uint32_t high_word = 0, low_word = 0;
+    uint8_t *high = record + (is_v ? f.v_high_offset : f.k_high_offset);
+    uint8_t *low = f.planes & (is_v ? HKV_PLANE_V_LOW : HKV_PLANE_K_LOW)
+                       ? record + (is_v ? f.v_low_offset : f.k_low_offset)
+                       : nullptr;
+    const int lane = threadIdx.x % 32, column = 2 * (lane % 4), matrix = lane / 8;
+    const int n_words = step_group * 64 + 64 <= f.stored_dim ? 4 : 2;
+    /* Rows of the four 8 x 8 matrices: tokens. A's rows are K's tokens and V's channels. */
+    const int token_of_matrix = tile * 16 + lane % 8 + 8 * (is_v ? matrix >> 1 : matrix & 1);
+    const int channel_of_matrix = step_group * 64 + 8 * (is_v ? matrix & 1 : matrix >> 1);
+    const uint32_t address = shared_address(s.row(is_v, token_of_matrix) + channel_of_matrix);
+    const GroupParams *params =
+        is_v ? s.v_params + step_group * 64 / HKV_VALUE_GROUP * kBlockTokens + tile * 16 : s.k_params + step_group * 64;
+    uint32_t high_words[4], low_words[4];
 #pragma unroll
-        for (int e = 0; e < 8; e++) {
-            const int row = lane / 4 + 8 * (e & 1), col = 2 * (lane % 4) + (e >> 1 & 1) + 8 * (e >> 2);
-            const int token = tile * 16 + (is_v ? col : row), channel = step * 16 + (is_v ? row : col);
-            const uint32_t code = code_of(f, s, is_v, token, channel, n_tokens);
-            const int shift = 8 * ((e & 1) + 2 * (e >> 1 & 1)) + (e >> 2 ? 0 : 4);
-            high_word |= (code >> 4) << shift;
-            low_word |= (code & 15) << shift;
+    for (int w = 0; w < 4; w++) {
+        if (w >= n_words) break;
+        high_words[w] = 0; /* padding holds code 8 */
+        low_words[w] = 0x88888888u;
+        if (step_group * 64 + w * 16 >= f.head_dim) continue;
+        uint32_t a[4], code[4][2];
+        if (is_v)
+            load_matrices<true>(a, address + w * 32);
+        else
+            load_matrices<false>(a, address + w * 32);
+        const GroupParams *of_columns = params + column + (is_v ? 0 : w * 16);
+#pragma unroll
+        for (int m = 0; m < 4; m++) {
+            const float4 p = *reinterpret_cast<const float4 *>(of_columns + 8 * (m >> 1)); /* of two columns */
+            const float2 x = to_floats<kDtype>(a[m]);
+            if (kWithCare) {
+                const int token = tile * 16 + (is_v ? column + 8 * (m >> 1) : lane / 4 + 8 * (m & 1));
+                code[m][0] = careful_code(x.x, make_float2(p.x, p.y), token < n_tokens);
+                code[m][1] = careful_code(x.y, make_float2(p.z, p.w), token + is_v < n_tokens);
+            } else {
+                code[m][0] = plain_code(x.x, make_float2(p.x, p.y));
+                code[m][1] = plain_code(x.y, make_float2(p.z, p.w));
+            }
         }
-        reinterpret_cast<uint32_t *>(high)[i] = high_word;
-        if (low) reinterpret_cast<uint32_t *>(low)[i] = low_word;
+        const uint32_t upper = pack_bytes(code[0][0], code[1][0], code[0][1], code[1][1]);
+        const uint32_t lower = pack_bytes(code[2][0], code[3][0], code[2][1], code[3][1]);
+        high_words[w] = select_bits(0xF0F0F0F0u, upper, lower >> 4);
+        low_words[w] = select_bits(0xF0F0F0F0u, upper << 4, lower);
+    }
+    const size_t at = static_cast<size_t>(tile) * 8 * f.stored_dim + step_group * 512 + lane * 4 * n_words;
+    if (n_words == 4) {
+        *reinterpret_cast<uint4 *>(high + at) = make_uint4(high_words[0], high_words[1], high_words[2], high_words[3]);
+        if (low)
+            *reinterpret_cast<uint4 *>(low + at) = make_uint4(low_words[0], low_words[1], low_words[2], low_words[3]);
+    } else {
+        *reinterpret_cast<uint2 *>(high + at) = make_uint2(high_words[0], high_words[1]);
+        if (low) *reinterpret_cast<uint2 *>(low + at) = make_uint2(low_words[0], low_words[1]);
     }
 }
 
-/* Quantise the staged tokens into the payload of `record`. By all threads; returns to every thread the number of
- * clamped elements. */
-__device__ int write_payload(const hkv_format &f, const Staging &s, int n_tokens, uint8_t *record)
+/* All planes of a record: a warp per tile, 64 channels and K or V. */
+template <int kDtype, bool kWithCare>
+__device__ void write_planes(const hkv_format &f, const Staging &s, int n_tokens, uint8_t *record)
+{
+    const int n_groups = (f.stored_dim + 63) / 64, n_units = kTiles * n_groups;
+    for (int i = threadIdx.x / 32; i < 2 * n_units; i += kWarps) {
+        const int unit = i % n_units;
+        write_words<kDtype, kWithCare>(f, s, i >= n_units, unit / n_groups, unit % n_groups, n_tokens, record);
+    }
+}
+
+/* Quantise the first n_tokens staged tokens into the payload of `record`, whatever they are. By all threads; returns to
+ * every thread the number of clamped elements. */
+template <int kDtype>
+__device__ int write_payload_with_care(const hkv_format &f, const Staging &s, int n_tokens, uint8_t *record)
 {
     __syncthreads();
-    int n_changed = quantise_key_params(f, s, n_tokens, record) + quantise_value_params(f, s, n_tokens, record);
-    n_changed = __reduce_add_sync(kFullWarp, n_changed);
-    __shared__ int per_warp[kThreads / 32];
-    if (threadIdx.x % 32 == 0) per_warp[threadIdx.x / 32] = n_changed;
-    __syncthreads();
-    write_planes(f, s, false, n_tokens, record + f.k_high_offset,
-                 f.planes & HKV_PLANE_K_LOW ? record + f.k_low_offset : nullptr);
-    write_planes(f, s, true, n_tokens, record + f.v_high_offset,
-                 f.planes & HKV_PLANE_V_LOW ? record + f.v_low_offset : nullptr);
-    n_changed = 0;
-    for (int w = 0; w < kThreads / 32; w++) n_changed += per_warp[w];
+    const int n_changed = make_careful_params<kDtype>(f, s, n_tokens, record);
+    write_planes<kDtype, true>(f, s, n_tokens, record);
     return n_changed;
+}
+
+/* The same for a full block, without care as far as that goes. */
+template <int kDtype> __device__ int write_payload(const hkv_format &f, const Staging &s, uint8_t *record)
+{
+    __syncthreads();
+    measure_groups<kDtype>(f, s);
+    __syncthreads();
+    if (__syncthreads_or(make_all_params<kDtype>(f, s, record)))
+        return write_payload_with_care<kDtype>(f, s, kBlockTokens, record);
+    write_planes<kDtype, false>(f, s, kBlockTokens, record);
+    return 0;
 }
 
 /* ---------------------------------------------------------------------------------------------------------- headers */
@@ -256,8 +463,7 @@ __device__ void write_header(const hkv_format &f, uint8_t *record, uint32_t stam
     *reinterpret_cast<hkv_record_header *>(record) = h;
 }
 
-/* ------------------------------------------------------------------------------------------------------------
- * restoring */
+/* -------------------------------------------------------------------------------------------------------- restoring */
 
 /* Bring tokens 0 .. n_held-1 of a record into a row page, as they read back at the best precision present. Those that
  * the record does not hold, and all others up to n_tokens, become zeros. */
@@ -270,22 +476,9 @@ __device__ void restore_from_record(const hkv_format &f, const uint8_t *record, 
     for (int i = threadIdx.x; i < n_tokens * per_token; i += kThreads) {
         const int token = i / per_token, is_v = i % per_token >= f.stored_dim,
                   channel = i % per_token - is_v * f.stored_dim;
-        float x = 0.f;
-        if (token < n_held && channel < f.head_dim) {
-            int32_t upper;
-            const uint32_t at = is_v ? hkv_v_plane_offset(f.stored_dim, token, channel, &upper)
-                                     : hkv_k_plane_offset(f.stored_dim, token, channel, &upper);
-            const bool both = is_v ? precision == HKV_READ_INT8 : precision != HKV_READ_INT4;
-            const int shift = upper ? 4 : 0;
-            int code = (record[(is_v ? f.v_high_offset : f.k_high_offset) + at] >> shift & 15) * 16 + 8;
-            if (both) code += (record[(is_v ? f.v_low_offset : f.k_low_offset) + at] >> shift & 15) - 8;
-            const uint16_t *params =
-                reinterpret_cast<const uint16_t *>(record + (is_v ? f.v_params_offset : f.k_params_offset)) +
-                (is_v ? hkv_v_param_index(&f, token, channel) : hkv_k_param_index(channel));
-            x = __fadd_rn(hkv_f16_to_f32(params[2]), __fmul_rn(hkv_f16_to_f32(params[0]), static_cast<float>(code)));
-        }
-        const uint16_t bits =
-            f.dtype == HKV_BF16 ? __bfloat16_as_ushort(__float2bfloat16_rn(x)) : __half_as_ushort(__float2half_rn(x));
+        const bool is_held = token < n_held && channel < f.head_dim;
+        const float x = is_held ? record_value(f, record, precision, token, channel, is_v) : 0.f;
+        const uint16_t bits = model_element(f.dtype, x);
         *reinterpret_cast<uint16_t *>(page + hkv_row_element_offset(&f, token, channel, is_v)) = bits;
     }
 }
@@ -299,8 +492,16 @@ __device__ void restore_from_page(const hkv_format &f, const uint8_t *source, in
             i < n_held * chunks ? reinterpret_cast<const uint4 *>(source)[i] : make_uint4(0, 0, 0, 0);
 }
 
-/* --------------------------------------------------------------------------------------------------------------
- * kernels */
+/* --------------------------------------------------------------------------------------------------------- segments */
+
+/* What every block of a launch knows. */
+struct Append {
+    LayerView layer;
+    hkv_plan plan;
+    NewTokens tokens;
+    const int64_t *clock;
+    hkv_counters *counters;
+};
 
 /* The page of rows that a segment writes: a hot page, or at bits 0 the block itself. */
 __device__ __forceinline__ uint8_t *segment_rows(const LayerView &layer, const hkv_segment &segment, int head)
@@ -310,36 +511,36 @@ __device__ __forceinline__ uint8_t *segment_rows(const LayerView &layer, const h
                                   : nullptr;
 }
 
-/* Save the unsealed page that this segment's claim took over, if any: its tokens become a partial record. */
-__device__ void save_victim(const LayerView &layer, const hkv_plan &plan, int page, int head, const Staging &staging,
-                            int64_t now)
+/* The header of a record that was written, by one thread. */
+__device__ void finish_record(const Append &a, uint8_t *record, uint32_t stamp, int n_tokens, int n_clamped)
 {
-    const hkv_format &f = layer.format;
-    for (int i = 0; i < *plan.n_victims; i++) {
-        const hkv_victim victim = plan.victims[i];
+    if (threadIdx.x != 0) return;
+    write_header(a.layer.format, record, stamp, n_tokens, a.layer.format.planes, n_clamped, a.clock ? *a.clock : 0);
+    if (n_clamped && a.counters)
+        atomicAdd(reinterpret_cast<unsigned long long *>(&a.counters->n_nonfinite_inputs),
+                  static_cast<unsigned long long>(n_clamped));
+}
+
+/* Save the unsealed page that this segment's claim took over, if any: its tokens become a partial record. */
+template <int kDtype> __device__ void save_victim(const Append &a, int page, int head, const Staging &staging)
+{
+    for (int i = 0; i < *a.plan.n_victims; i++) {
+        const hkv_victim victim = a.plan.victims[i];
         if (victim.page != page) continue;
-        uint8_t *record = layer.record(victim.block, head);
+        uint8_t *record = a.layer.record(victim.block, head);
         if (reinterpret_cast<const hkv_record_header *>(record)->stamp != victim.stamp)
             return; /* not that content any more */
-        stage_page(f, staging, layer.hot_page(page, head), victim.n_tokens);
-        const int n_clamped = write_payload(f, staging, victim.n_tokens, record);
-        if (threadIdx.x == 0) write_header(f, record, victim.stamp, victim.n_tokens, f.planes, n_clamped, now);
+        stage_page(a.layer.format, staging, a.layer.hot_page(page, head), victim.n_tokens);
+        __pipeline_wait_prior(0);
+        finish_record(a, record, victim.stamp, victim.n_tokens,
+                      write_payload_with_care<kDtype>(a.layer.format, staging, victim.n_tokens, record));
         __syncthreads();
     }
 }
 
-__global__ void __launch_bounds__(kThreads)
-    prepare_kernel(const __grid_constant__ LayerView layer, const __grid_constant__ hkv_plan plan, const int64_t *clock)
+/* Bring older tokens into a segment's page. */
+__device__ void restore(const LayerView &layer, const hkv_segment &segment, int head)
 {
-    extern __shared__ __align__(16) uint8_t memory[];
-    wait_for_predecessor();
-    let_successor_start();
-    if (static_cast<int>(blockIdx.x) >= *plan.n_segments) return;
-    const hkv_segment segment = plan.segments[blockIdx.x];
-    const int head = blockIdx.y;
-    if (segment.page >= 0 && *plan.n_victims > 0)
-        save_victim(layer, plan, segment.page, head, Staging(layer.format, memory), clock ? *clock : 0);
-    if (segment.n_restore == 0) return;
     uint8_t *rows = segment_rows(layer, segment, head);
     const hkv_format &f = layer.format;
     if (f.bits == 0)
@@ -350,22 +551,19 @@ __global__ void __launch_bounds__(kThreads)
         restore_from_record(f, layer.record(segment.restore_block, head), segment.n_held, segment.n_restore, rows);
 }
 
-/* Write the segment's new tokens to its rows. */
-__device__ void write_rows(const hkv_format &f, uint8_t *rows, const hkv_segment &segment, const uint16_t *k,
-                           int64_t k_stride, const uint16_t *v, int64_t v_stride)
+/* Phases 1 and 2 of a segment. What was written is visible to the whole block afterwards. */
+template <int kDtype>
+__device__ void prepare_segment(const Append &a, const hkv_segment &segment, int n_victims, int head,
+                                const Staging &staging)
 {
-    const int pairs = f.stored_dim; /* of 16-bit elements in K and V together */
-    for (int i = threadIdx.x; i < segment.n_tokens * pairs; i += kThreads) {
-        const int token = i / pairs, is_v = i % pairs >= pairs / 2, channel = 2 * (i % pairs - is_v * (pairs / 2));
-        const uint16_t *source = is_v ? v + token * v_stride : k + token * k_stride;
-        const uint32_t pair =
-            channel < f.head_dim ? source[channel] | static_cast<uint32_t>(source[channel + 1]) << 16 : 0;
-        *reinterpret_cast<uint32_t *>(rows + hkv_row_element_offset(&f, segment.offset + token, channel, is_v)) = pair;
-    }
+    if (segment.page >= 0 && n_victims > 0) save_victim<kDtype>(a, segment.page, head, staging);
+    if (segment.n_restore == 0) return;
+    restore(a.layer, segment, head);
+    __syncthreads();
 }
 
 /* The header of a segment that does not seal. */
-__device__ void write_open_header(const hkv_format &f, uint8_t *record, const hkv_segment &segment)
+__device__ void write_open_header(uint8_t *record, const hkv_format &f, const hkv_segment &segment)
 {
     hkv_record_header *header = reinterpret_cast<hkv_record_header *>(record);
     const int held = hkv_header_n_tokens(header, kBlockTokens);
@@ -377,53 +575,61 @@ __device__ void write_open_header(const hkv_format &f, uint8_t *record, const hk
     header->n_valid_tokens = static_cast<uint16_t>(held < segment.offset ? held : segment.offset);
 }
 
-__global__ void __launch_bounds__(kThreads)
-    append_kernel(const __grid_constant__ LayerView layer, const __grid_constant__ hkv_plan plan,
-                  const __grid_constant__ NewTokens tokens, const int64_t *clock)
+/* Phases 3 and 4 of a segment. */
+template <int kDtype>
+__device__ void append_segment(const Append &a, const hkv_segment &segment, int head, const Staging &staging)
+{
+    const hkv_format &f = a.layer.format;
+    const NewTokens &t = a.tokens;
+    const Source source = {
+        static_cast<const uint16_t *>(t.k) + segment.first_token * t.k_stride_token + head * t.k_stride_head,
+        static_cast<const uint16_t *>(t.v) + segment.first_token * t.v_stride_token + head * t.v_stride_head,
+        t.k_stride_token, t.v_stride_token};
+    uint8_t *rows = segment_rows(a.layer, segment, head), *record = a.layer.record(segment.block, head);
+    if (f.bits == 0 || !segment.seal) {
+        if (f.bits != 0 && threadIdx.x == kThreads - 1) write_open_header(record, f, segment);
+        take_tokens(f, source, segment.offset, segment.n_tokens, rows, nullptr);
+        return;
+    }
+    if (rows) stage_page(f, staging, rows, segment.offset);
+    take_tokens(f, source, segment.offset, segment.n_tokens, rows, &staging);
+    __pipeline_wait_prior(0);
+    finish_record(a, record, segment.stamp, kBlockTokens, write_payload<kDtype>(f, staging, record));
+}
+
+template <int kDtype> __global__ void __launch_bounds__(kThreads, 2) append_kernel(const __grid_constant__ Append a)
 {
     extern __shared__ __align__(16) uint8_t memory[];
     wait_for_predecessor();
     let_successor_start();
-    if (static_cast<int>(blockIdx.x) >= *plan.n_segments) return;
-    if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0) *plan.is_appended = 1;
-    const hkv_format &f = layer.format;
-    const hkv_segment segment = plan.segments[blockIdx.x];
-    const int head = blockIdx.y;
-    const uint16_t *k = static_cast<const uint16_t *>(tokens.k) + segment.first_token * tokens.k_stride_token +
-                        head * tokens.k_stride_head;
-    const uint16_t *v = static_cast<const uint16_t *>(tokens.v) + segment.first_token * tokens.v_stride_token +
-                        head * tokens.v_stride_head;
-    uint8_t *rows = segment_rows(layer, segment, head);
-    if (rows) write_rows(f, rows, segment, k, tokens.k_stride_token, v, tokens.v_stride_token);
-    if (f.bits == 0) return;
+    /* Both at once; what lies beyond the step's segments is not used. */
+    const int n_segments = *a.plan.n_segments, n_victims = *a.plan.n_victims, head = blockIdx.y;
+    const bool is_entangled = a.plan.segments[blockIdx.x].is_entangled;
+    int first = blockIdx.x, end = min(first + 1, n_segments);
+    if (first >= n_segments) return;
+    if (first == 0 && head == 0 && threadIdx.x == 0) *a.plan.is_appended = 1;
+    if (is_entangled) end = first == 0 ? n_segments : first;
 
-    uint8_t *record = layer.record(segment.block, head);
-    if (!segment.seal) {
-        if (threadIdx.x == 0) write_open_header(f, record, segment);
-        return;
+    const Staging staging(a.layer.format, memory);
+    for (int i = first; i < end; i++) prepare_segment<kDtype>(a, a.plan.segments[i], n_victims, head, staging);
+    for (int i = first; i < end; i++) {
+        append_segment<kDtype>(a, a.plan.segments[i], head, staging);
+        if (is_entangled) __syncthreads();
     }
-    const Staging staging(f, memory);
-    if (rows) {
-        __syncthreads();
-        stage_page(f, staging, rows, kBlockTokens);
-    } else {
-        stage_tensors(f, staging, k, tokens.k_stride_token, v, tokens.v_stride_token, kBlockTokens);
-    }
-    const int n_clamped = write_payload(f, staging, kBlockTokens, record);
-    if (threadIdx.x == 0) write_header(f, record, segment.stamp, kBlockTokens, f.planes, n_clamped, clock ? *clock : 0);
 }
 
 } // namespace
 
 cudaError_t launch_append(const LayerView &layer, const hkv_plan &plan, int max_segments, const NewTokens &tokens,
-                          const int64_t *clock, cudaStream_t stream)
+                          const int64_t *clock, cudaStream_t stream, hkv_counters *counters)
 {
     if (max_segments == 0) return cudaSuccess;
+    const Append append = {layer, plan, tokens, clock, counters};
     const size_t shared = layer.format.bits ? staging_bytes(layer.format) : 0;
     const dim3 grid(static_cast<unsigned>(max_segments), static_cast<unsigned>(layer.n_kv_heads));
-    cudaError_t status = launch_dependent(prepare_kernel, grid, kThreads, shared, stream, layer, plan, clock);
-    if (status != cudaSuccess) return status;
-    return launch_dependent(append_kernel, grid, kThreads, shared, stream, layer, plan, tokens, clock);
+    if (layer.format.dtype == HKV_BF16)
+        return launch_dependent(append_kernel<HKV_BF16>, grid, kThreads, shared, stream, append);
+    return launch_dependent(append_kernel<HKV_F16>, grid, kThreads, shared, stream, append);
 }
 
 } // namespace hkv

@@ -35,10 +35,11 @@ struct NewTokens {
     int64_t v_stride_token, v_stride_head;
 };
 
-/* Phases 1 to 4 of a layer (docs/transitions.md): victims, restores, new tokens, headers, seals. Two launches on
- * `stream`. At most max_segments segments are in the plan; clock may be NULL. */
+/* Phases 1 to 4 of a layer (docs/transitions.md): victims, restores, new tokens, headers, seals. At most max_segments
+ * segments are in the plan, whose table has room for as many; clock may be NULL. Clamped elements are added to
+ * counters->n_nonfinite_inputs, if there are counters. */
 cudaError_t launch_append(const LayerView &layer, const hkv_plan &plan, int max_segments, const NewTokens &tokens,
-                          const int64_t *clock, cudaStream_t stream);
+                          const int64_t *clock, cudaStream_t stream, hkv_counters *counters = nullptr);
 
 /* The largest number of segments that a step of these sizes can have. */
 inline int max_segments(int n_rows, int n_new_tokens)

@@ -1,9 +1,10 @@
 /* check.cu - CUDA kernels against the scalar codec (records, bit for bit) and against double precision (attention).
  *
- *   check            everything; one line a case; exit status 1 if any failed
- *   check quick      a small part, for compute-sanitizer
+ *   check                  everything; one line a case; exit status 1 if any failed
+ *   check [quick] NAME...  these parts: record, plan, attention; quick: a small part, for compute-sanitizer
  */
 #include "harness.cuh"
+#include "plan_check.cuh"
 
 using namespace harness;
 
@@ -57,17 +58,21 @@ std::vector<uint16_t> awkward_rows(int n_tokens, int heads, int dim, hkv_dtype d
 struct SmallLayer {
     hkv_format format;
     int heads;
+    int64_t stride_token; /* of k and v */
     DeviceArray<uint8_t> records, pages;
     DeviceArray<uint16_t> k, v;
+    DeviceArray<hkv_counters> counters{1};
     hkv::LayerView view = {};
 
     SmallLayer(const hkv_format &f, int heads_, const std::vector<uint16_t> &k_rows,
                const std::vector<uint16_t> &v_rows)
-        : format(f), heads(heads_), records(size_t(4) * heads_ * f.record_bytes),
-          pages(size_t(2) * heads_ * f.row_page_bytes), k(k_rows), v(v_rows)
+        : format(f), heads(heads_), stride_token(int64_t(heads_) * f.head_dim),
+          records(size_t(4) * heads_ * f.record_bytes), pages(size_t(2) * heads_ * f.row_page_bytes), k(k_rows),
+          v(v_rows)
     {
         records.fill(0xa5);
         pages.fill(0xa5);
+        counters.fill(0);
         view.format = f;
         view.pages = {records.get(), size_t(heads) * f.record_bytes, f.record_bytes};
         view.hot = pages.get();
@@ -75,10 +80,11 @@ struct SmallLayer {
         view.n_blocks = 4;
         view.n_hot_pages = 2;
     }
-    void run(const hkv_segment &segment, std::vector<hkv_victim> victims = {})
+    void run(const std::vector<hkv_segment> &plan_segments, std::vector<hkv_victim> victims = {})
     {
-        DeviceArray<hkv_segment> segments(std::vector<hkv_segment>{segment});
-        DeviceArray<int32_t> counts(std::vector<int32_t>{1, static_cast<int32_t>(victims.size()), 0});
+        const int n = static_cast<int>(plan_segments.size());
+        DeviceArray<hkv_segment> segments(plan_segments);
+        DeviceArray<int32_t> counts(std::vector<int32_t>{n, static_cast<int32_t>(victims.size()), 0});
         DeviceArray<hkv_victim> device_victims(victims);
         DeviceArray<int64_t> clock(std::vector<int64_t>{77});
         hkv_plan plan = {};
@@ -87,9 +93,8 @@ struct SmallLayer {
         plan.n_segments = counts.get();
         plan.n_victims = counts.get() + 1;
         plan.is_appended = counts.get() + 2;
-        const int64_t stride = int64_t(heads) * format.head_dim;
-        const hkv::NewTokens tokens = {k.get(), v.get(), stride, format.head_dim, stride, format.head_dim};
-        CHECK_CUDA(hkv::launch_append(view, plan, 1, tokens, clock.get(), nullptr));
+        const hkv::NewTokens tokens = {k.get(), v.get(), stride_token, format.head_dim, stride_token, format.head_dim};
+        CHECK_CUDA(hkv::launch_append(view, plan, n, tokens, clock.get(), nullptr, counters.get()));
         CHECK_CUDA(cudaDeviceSynchronize());
     }
 };
@@ -120,9 +125,9 @@ bool same_record(const SmallLayer &layer, int block, const std::vector<uint16_t>
     std::vector<uint8_t> expected(f.record_bytes);
     for (int h = 0; h < layer.heads; h++) {
         const uint8_t *record = device.data() + (size_t(block) * layer.heads + h) * f.record_bytes;
-        const int64_t stride = int64_t(layer.heads) * f.head_dim;
-        const uint32_t n_clamped = hkv_record_encode(&f, k.data() + h * f.head_dim, stride, v.data() + h * f.head_dim,
-                                                     stride, n_tokens, expected.data());
+        const uint32_t n_clamped =
+            hkv_record_encode(&f, k.data() + h * f.head_dim, layer.stride_token, v.data() + h * f.head_dim,
+                              layer.stride_token, n_tokens, expected.data());
         const hkv_record_header *header = reinterpret_cast<const hkv_record_header *>(record);
         if (std::memcmp(record + payload, expected.data() + payload, end - payload)) return false;
         if (header->n_clamped != n_clamped || header->n_valid_tokens != n_tokens || header->planes != f.planes ||
@@ -131,6 +136,72 @@ bool same_record(const SmallLayer &layer, int block, const std::vector<uint16_t>
             return false;
     }
     return true;
+}
+
+/* The clamped elements of a block are what the counters count. */
+bool counts_clamped(const SmallLayer &layer, int block)
+{
+    const std::vector<uint8_t> device = layer.records.host();
+    uint64_t n = 0;
+    for (int h = 0; h < layer.heads; h++)
+        n += reinterpret_cast<const hkv_record_header *>(device.data() +
+                                                         (size_t(block) * layer.heads + h) * layer.format.record_bytes)
+                 ->n_clamped;
+    return n > 0 && layer.counters.host()[0].n_nonfinite_inputs == n;
+}
+
+/* Blocks without special values, and those whose scales are subnormal, from tensors of any alignment; a block that is
+ * overwritten while another copies from it. */
+void check_appends()
+{
+    for (int dim : {16, 64, 96, 128, 144, 256})
+        for (hkv_dtype dtype : {HKV_F16, HKV_BF16})
+            for (float sigma : {1.f, 1e-4f}) {
+                hkv_format f;
+                hkv_format_init(&f, 8, 64, dim, dtype);
+                const int heads = 2, stride = heads * dim + 3;
+                std::mt19937 random(7);
+                std::normal_distribution<float> normal(0.f, sigma);
+                std::vector<float> x(size_t(64) * stride), y(x.size());
+                for (float &value : x) value = normal(random);
+                for (float &value : y) value = normal(random);
+                for (int t = 0; t < 64; t++) x[size_t(t) * stride] = 0.f; /* a channel of scale 0 */
+                std::vector<uint16_t> k(x.size()), v(x.size());
+                hkv_elements_from_f32(dtype, x.data(), static_cast<int64_t>(x.size()), k.data());
+                hkv_elements_from_f32(dtype, y.data(), static_cast<int64_t>(y.size()), v.data());
+                SmallLayer layer(f, heads, k, v);
+                layer.stride_token = stride;
+                layer.run({segment_of(1, -1, 0, 64, 0, true, true), segment_of(2, 0, 0, 50, 0, false, true)});
+                layer.run({segment_of(2, 0, 50, 14, 50, true, false)});
+                const bool sealed = same_record(layer, 1, k, v, 64) && same_record(layer, 2, k, v, 64);
+
+                /* Block 2 is written from token 4 on; block 3 takes its tokens 0 .. 9 as they were. */
+                hkv_segment writer = segment_of(2, 0, 4, 20, 30, false, false),
+                            reader = segment_of(3, 1, 10, 3, 60, false, true);
+                reader.n_restore = reader.n_held = 10;
+                reader.restore_page = 0;
+                reader.restore_block = 2;
+                writer.is_entangled = reader.is_entangled = 1;
+                layer.run({writer, reader});
+                const std::vector<uint8_t> pages = layer.pages.host();
+                bool copied = true;
+                for (int h = 0; h < heads; h++)
+                    for (int t = 0; t < 24; t++)
+                        for (int c = 0; c < 2 * dim; c++) {
+                            const bool is_v = c >= dim;
+                            const auto same = [&](int page, int source) {
+                                const size_t at = hkv_row_element_offset(&f, t, c % dim, is_v);
+                                uint16_t stored;
+                                std::memcpy(&stored, &pages[size_t(page * heads + h) * f.row_page_bytes + at], 2);
+                                return stored == (is_v ? v : k)[size_t(source) * stride + h * dim + c % dim];
+                            };
+                            copied = copied && same(0, t < 4 ? t : t + 26);
+                            if (t < 13) copied = copied && same(1, t < 10 ? t : t + 50);
+                        }
+                report(sealed && copied, "append D " + std::to_string(dim) + (dtype ? " bf16" : " f16") + " sigma " +
+                                             std::to_string(sigma) + ": sealed " + std::to_string(sealed) + " copied " +
+                                             std::to_string(copied));
+            }
 }
 
 void check_records()
@@ -144,20 +215,20 @@ void check_records()
                 const std::vector<uint16_t> k = awkward_rows(64, heads, dim, dtype, 1),
                                             v = awkward_rows(64, heads, dim, dtype, 2);
                 SmallLayer layer(f, heads, k, v);
-                layer.run(segment_of(1, -1, 0, 64, 0, true, true)); /* direct */
-                const bool direct = same_record(layer, 1, k, v, 64);
+                layer.run({segment_of(1, -1, 0, 64, 0, true, true)}); /* direct */
+                const bool direct = same_record(layer, 1, k, v, 64) && counts_clamped(layer, 1);
                 for (int o = 0; o < 64; o += 16)
-                    layer.run(segment_of(2, 0, o, 16, o, o == 48, o == 0)); /* through a page */
+                    layer.run({segment_of(2, 0, o, 16, o, o == 48, o == 0)}); /* through a page */
                 const bool paged = same_record(layer, 2, k, v, 64);
-                layer.run(segment_of(3, 1, 0, 41, 0, false, true)); /* 41 tokens, then evicted by block 0's claim */
-                layer.run(segment_of(0, 1, 0, 0, 0, false, true), {{1, 3, 41, 1003}});
+                layer.run({segment_of(3, 1, 0, 41, 0, false, true)}); /* 41 tokens, then evicted by block 0's claim */
+                layer.run({segment_of(0, 1, 0, 0, 0, false, true)}, {{1, 3, 41, 1003}});
                 const bool evicted = same_record(layer, 3, k, v, 41);
 
                 /* Block 3 claims page 1 again: its 41 tokens come back as the record holds them. */
                 hkv_segment s = segment_of(3, 1, 41, 2, 0, false, false);
                 s.n_restore = s.n_held = 41;
                 s.restore_block = 3;
-                layer.run(s);
+                layer.run({s});
                 bool restored = true;
                 const std::vector<uint8_t> records = layer.records.host(), pages = layer.pages.host();
                 for (int h = 0; h < heads; h++) {
@@ -183,6 +254,31 @@ void check_records()
                                std::to_string(paged) + " evicted " + std::to_string(evicted) + " restored " +
                                std::to_string(restored));
             }
+}
+
+/* ------------------------------------------------------------------------------------------------------------ begin */
+
+/* Sequences of steps: what the device plans is what plan.h plans on the host, and every block is in one chunk. */
+void check_plans(bool quick)
+{
+    const std::vector<plan_check::Shape> shapes = {
+        /* rows, blocks, pages, hot tokens, sinks, width, new tokens, steps, quantised */
+        {4, 60, 24, 32, 1, 12, 400, 400, true},     /* blocks that rows share without knowing */
+        {6, 400, 5, 100, 1, 20, 600, 400, true},    /* fewer pages than rows need */
+        {32, 9000, 96, 32, 1, 40, 2000, 300, true}, /* the guaranteed pool */
+        {32, 9000, 70, 64, 0, 40, 2000, 300, true},      {9, 900, 40, 128, 2, 64, 900, 300, false}, /* bits 0 */
+        {64, 90000, 2500, 200, 2, 130, 3000, 100, true}, /* more pages than threads */
+        {1100, 90000, 3400, 64, 1, 12, 9000, 40, true},  /* more rows, tokens and segments than threads */
+    };
+    for (size_t i = 0; i < shapes.size(); i++) {
+        plan_check::Shape shape = shapes[i];
+        if (quick) shape.n_steps = std::min(shape.n_steps, 10);
+        plan_check::Engine engine(shape, static_cast<uint32_t>(i + 1));
+        const std::string wrong = engine.run();
+        report(wrong.empty(), "plan rows " + std::to_string(shape.n_rows) + " pages " + std::to_string(shape.n_pages) +
+                                  (shape.quantized ? "" : " bits 0") + ": " + engine.summary() +
+                                  (wrong.empty() ? "" : "; different: " + wrong));
+    }
 }
 
 /* --------------------------------------------------------------------------------------------------------------
@@ -352,8 +448,17 @@ void check_attention(bool quick)
 int main(int argc, char **argv)
 {
     const bool quick = argc > 1 && !std::strcmp(argv[1], "quick");
-    if (!quick) check_records();
-    check_attention(quick);
+    const auto is_wanted = [&](const char *part) {
+        bool named = false;
+        for (int i = 1 + quick; i < argc; i++) named = named || !std::strcmp(argv[i], part);
+        return named || argc == 1 + quick;
+    };
+    if (!quick && is_wanted("record")) {
+        check_records();
+        check_appends();
+    }
+    if (is_wanted("plan")) check_plans(quick);
+    if (is_wanted("attention")) check_attention(quick);
     std::printf("%d failed\n", n_failed);
     return n_failed != 0;
 }
