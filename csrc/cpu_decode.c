@@ -165,6 +165,7 @@ static int32_t hot_new_sources(const decode_job *job, const decode_item *item, h
 {
     const hkv_plan_row *row = item_row(job, item);
     int32_t block_tokens = job->step->group->format.block_tokens, n_old = row->length - row->n_new, n = 0;
+    if (row->length == 0) return 0; /* tokens of a padding row are none of its own */
     for (int32_t token = 0; token < row->n_new; n++) {
         int32_t block = (n_old + token) / block_tokens;
         int32_t n_tokens = at_most((block + 1) * block_tokens - (n_old + token), row->n_new - token);

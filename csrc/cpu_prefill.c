@@ -72,6 +72,7 @@ static void add_new_tokens(const prefill_job *job, const hkv_cpu_tile *tile, con
     int32_t end = tile->first_token + tile->n_tokens, window = job->step->group->window_tokens, first = 0;
     int32_t first_hidden; /* from here on some query of the tile does not see a token */
     hkv_cpu_source source;
+    if (job->step->group->plan.rows[tile->row].length == 0) return; /* tokens of a padding row are none of its own */
     if (window > 0 && tile->first_token - window + 1 > 0) first = tile->first_token - window + 1;
     first_hidden = window > 0 ? first : tile->first_token;
     hkv_cpu_new_source(job->step, tile->row, tile->kv_head, first, end - first, &source);

@@ -361,6 +361,7 @@ template <typename S, bool kProgressive> struct Consumer {
     /* The call's own tokens, straight from its K and V. */
     __device__ void add_call_tokens()
     {
+        if (chunk->n_older < 0) return; /* tokens of a padding row are none of its own */
         const int64_t first = chunk->first_token;
         const CallRows rows = {static_cast<const uint16_t *>(p.tokens.k) + first * p.tokens.k_stride_token +
                                    head() * p.tokens.k_stride_head,

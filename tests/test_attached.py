@@ -10,7 +10,7 @@ import pytest
 import torch
 from devices import attend, to_device
 from engine import Engine
-from reference import LENGTHS
+from reference import LENGTHS, attention, relative_error
 
 import hybridkv
 
@@ -60,6 +60,39 @@ def test_every_length_then_decode(device: str, bits: int, length: int) -> None:
     assert engine.step({name: (list(range(length)), length)}, padding=2 if engine.store.max_rows > 2 else 0)
     for token in range(3):
         assert engine.step({name: ([token], 1)})
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_tokens_of_padding_rows_see_nothing(device: str, n: int) -> None:
+    """Rows of length 0 that have tokens, as graphs of a fixed shape do: zeros, and the rows beside them are right."""
+    torch.manual_seed(0)
+    store = hybridkv.Store(
+        num_layers=1,
+        num_kv_heads=2,
+        head_dim=64,
+        dtype="bfloat16",
+        num_blocks=8,
+        max_rows=4,
+        max_new_tokens=64,
+        device=device,
+    )
+    store.bind_layer(0, torch.zeros(8, 2, store.record_bytes, dtype=torch.uint8, device=device))
+    q, k, v = (torch.randn(4 * n, heads, 64).bfloat16() for heads in (8, 2, 2))
+    lengths = torch.tensor([0, n, 0, n], dtype=torch.int32)
+    table = torch.tensor([[0], [1], [0], [2]], dtype=torch.int32)
+    slots = torch.tensor([block * 64 + i if block else -1 for block in (0, 1, 0, 2) for i in range(n)])
+    cu = torch.arange(0, 4 * n + 1, n, dtype=torch.int32)
+    clock = torch.tensor([5]) if device != "cpu" else 5
+    store.begin(*(to_device(x, device) for x in (cu, lengths, table, slots)), clock=to_device(clock, device))
+    out, lse = attend(device, store, 0, q, k, v, return_lse=True)
+    for row, length in enumerate(lengths):
+        part = slice(row * n, (row + 1) * n)
+        if length == 0:
+            assert (out[part] == 0).all()
+            assert (lse[part] == -torch.inf).all()
+        else:
+            wanted, _ = attention(q[part], k[part], v[part])
+            assert relative_error(out[part], wanted) < 6e-3
 
 
 def test_case_5_padding_rows_and_empty_batches(device: str) -> None:
