@@ -77,67 +77,78 @@ def quality_table() -> str:
 
 
 def gpu_note(machine: dict[str, Any]) -> str:
-    """The line under a GPU table."""
+    """The lines under a GPU table."""
     packages = "".join(f", {name} {found}" for name, found in machine["packages"].items())
-    return (
+    text = (
         f"{machine['gpu']}, driver {machine['driver']}, CUDA {machine['cuda']}, clocks not fixed; torch "
         f"{machine['torch']}{packages}; `{machine['command']}` at {machine['commit']}, {machine['date']}."
     )
+    return f"{text} {machine['note']}" if "note" in machine else text
 
 
-def fastest(rows: list[dict[str, Any]], words: tuple[str, ...]) -> str:
-    """Time and name of the fastest row whose name ends with one of the words."""
-    peers = [row for row in rows if not row["name"].startswith("hybridkv") and row["name"].endswith(words)]
+def fastest(rows: list[dict[str, Any]], word: str) -> str:
+    """Time and name of the fastest peer whose name ends with a word."""
+    peers = [row for row in rows if not row["name"].startswith("hybridkv") and row["name"].endswith(word)]
     if not peers:
         return ""
     best = min(peers, key=lambda row: float(row["us"]))
-    return f"{best['us']:.1f} ({best['name'].rsplit(' ', 1)[0]})"
+    return f"{best['us']:.1f} ({best['name'].removesuffix(f' {word}')})"
+
+
+def gpu_cell(row: dict[str, Any] | None) -> str:
+    """A time, its share of a plain read of the bytes and, with peers in the run, how much faster it is than theirs."""
+    if row is None:
+        return ""
+    compared = f", {row['ratio']:.1f}x" if row["ratio"] else ""
+    return f"{row['us']:.1f} ({row['read_us'] / row['us']:.0%}{compared})"
 
 
 def gpu_table() -> str:
-    """Decode on the GPU: microseconds, and how many times faster than the fastest 16-bit peer."""
+    """Decode on the GPU in microseconds."""
     result = load("decode_h200")
-    works = list(dict.fromkeys(row["work"] for row in result["rows"] if row["n_bytes"]))
-    by_work = {work: [row for row in result["rows"] if row["work"] == work] for work in works}
-    rows = [
-        ["fastest 16-bit peer", *(fastest(by_work[work], ("bf16",)) for work in works)],
-        ["fastest fp8 peer", *(fastest(by_work[work], ("fp8",)) for work in works)],
-    ]
-    names = dict.fromkeys(row["name"] for row in result["rows"] if row["n_bytes"])
-    for name in (name for name in names if name.startswith("hybridkv")):
+    decode = [row for row in result["rows"] if row["n_bytes"]]
+    works = list(dict.fromkeys(row["work"] for row in decode))
+    by_work = {work: [row for row in decode if row["work"] == work] for work in works}
+    rows = []
+    for word, label in (("bf16", "fastest 16-bit peer"), ("fp8", "fastest fp8 peer")):
+        cells = [fastest(by_work[work], word) for work in works]
+        if any(cells):
+            rows.append([label, *cells])
+    for name in dict.fromkeys(row["name"] for row in decode if row["name"].startswith("hybridkv")):
         mine = [next((row for row in by_work[work] if row["name"] == name), None) for work in works]
-        rows.append([name, *(f"{row['us']:.1f} ({row['ratio']:.1f}x)" if row else "" for row in mine)])
-    table = markdown(["µs, 32/8 heads, D 128", *works], rows)
-    return f"{table}\n\n{gpu_note(result['machine'])}"
+        rows.append([name, *map(gpu_cell, mine)])
+    return f"{markdown(['µs, 32/8 heads, D 128', *works], rows)}\n\n{gpu_note(result['machine'])}"
 
 
-def gpu_all_table() -> str:
-    """Every row measured on the GPU, with its goals."""
-    result = load("decode_h200")
+def goal_cells(row: dict[str, Any]) -> list[str]:
+    """The goals of a row, and which is met."""
+    if not row["must"]:
+        return ["", ""]
+    verdict = "aim" if row["us"] <= row["aim"] else "must" if row["us"] <= row["must"] else "not met"
+    return [f"{row['must']:g} / {row['aim']:g}", verdict]
+
+
+def gpu_rows_table(name: str) -> str:
+    """Every row of one run on the GPU."""
+    result = load(name)
     rows = []
     for row in result["rows"]:
-        has_bytes, has_goal = bool(row["n_bytes"]), bool(row["must"])
-        verdict = "aim" if row["us"] <= row["aim"] else "must" if row["us"] <= row["must"] else "not met"
-        rows.append(
-            [
-                row["work"],
-                row["name"] + (f" ({row['note']})" if row["note"] else ""),
-                f"{row['us']:.1f}",
-                f"{row['n_bytes'] / 1e6:.1f}" if has_bytes else "",
-                f"{row['read_us'] / row['us']:.0%}" if has_bytes else "",
-                f"{row['error']:.1e}" if row["error"] >= 0 else "",
-                f"{row['stored_error']:.1e}" if row["stored_error"] >= 0 else "",
-                f"{row['must']:g} / {row['aim']:g}" if has_goal else "",
-                verdict if has_goal else "",
-            ]
-        )
+        errors = [f"{row[key]:.1e}" if row[key] >= 0 else "" for key in ("error", "stored_error")]
+        read = [f"{row['n_bytes'] / 1e6:.1f}", f"{row['read_us'] / row['us']:.0%}"] if row["n_bytes"] else ["", ""]
+        what = f"{row['name']} ({row['note']})" if row["note"] else row["name"]
+        rows.append([row["work"], what, f"{row['us']:.1f}", *read, *errors, *goal_cells(row)])
     header = ["work", "what", "µs", "MB", "of a plain read", "error", "error on stored values", "must / aim", "met"]
-    missing = "".join(f"* {name}: {reason}\n" for name, reason in result["missing"].items())
-    note = f"Not measured:\n{missing}\n" if missing else ""
-    return f"{markdown(header, rows)}\n\n{note}{gpu_note(result['machine'])}"
+    missing = "".join(f"* {what}: {reason}\n" for what, reason in result["missing"].items())
+    return f"{markdown(header, rows)}\n\nNot measured:\n\n{missing}\n{gpu_note(result['machine'])}"
 
 
-TABLES = {"attention": attention_table, "quality": quality_table, "gpu": gpu_table, "gpu-all": gpu_all_table}
+TABLES = {
+    "attention": attention_table,
+    "quality": quality_table,
+    "gpu": gpu_table,
+    "gpu-rows": lambda: gpu_rows_table("decode_h200"),
+    "gpu-peers": lambda: gpu_rows_table("decode_h200_peers"),
+}
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 
 
