@@ -423,15 +423,17 @@ def main() -> int:
         return 1
     torch.manual_seed(0)
     bench = Bench([peer for peer in all_peers() if chosen(peer.name, args.peers)], hybrid_missing())
+    machine = machine_line(("vllm", "flashinfer-python", "triton", "hybridkv"))
     for name, measure in works(bench):
-        if chosen(name, args.cases):
-            measure()
+        if not chosen(name, args.cases):
+            continue
+        measure()
+        if args.out:  # after every work, so that a run that is stopped has not been for nothing
+            result = {"machine": machine, "missing": bench.missing, "rows": [asdict(row) for row in bench.rows]}
+            Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
     for name, reason in bench.missing.items():
         print(f"not measured: {name}: {reason}")
     if args.out:
-        machine = machine_line(("vllm", "flashinfer-python", "triton", "hybridkv"))
-        result = {"machine": machine, "missing": bench.missing, "rows": [asdict(row) for row in bench.rows]}
-        Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
         draw(bench.rows, Path(args.out).with_suffix(".png"))
     return 0
 
