@@ -113,6 +113,11 @@ struct hkv_backend {
     hkv_status (*attend)(hkv_group *group, const hkv_batch *batch, int32_t layer_idx, const hkv_attend *args,
                          hkv_error *error);
 
+    /* Bring the hot pages that the open step reads in one layer nearer, on a stream of its own if the caller likes;
+     * NULL where that is no use. */
+    hkv_status (*prefetch_hot)(hkv_group *group, const hkv_batch *batch, int32_t layer_idx, void *stream,
+                               hkv_error *error);
+
     /* Dequantise tokens of one row, as hkv_store_read_tokens: block_table on the host, k_out and v_out on the device.
      * After all work that the device was given before, and done on return. */
     hkv_status (*read_tokens)(hkv_group *group, int32_t layer_idx, const int32_t *block_table, int64_t seq_len,

@@ -228,6 +228,7 @@ const hkv_backend *hkv_backend_cpu(void)
         .group_deinit = cpu_group_deinit,
         .begin = cpu_begin,
         .attend = cpu_attend,
+        .prefetch_hot = NULL, /* one layer's hot pages are gone from a CPU's caches by the time they are read */
         .read_tokens = cpu_read_tokens,
         .upload = NULL, /* host pointers serve as they are */
     };

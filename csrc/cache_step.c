@@ -398,6 +398,23 @@ hkv_status hkv_cache_attend(hkv_cache *c, int32_t layer_idx, const hkv_attend *a
     return status;
 }
 
+static hkv_status prefetch_hot(hkv_cache *c, int32_t layer_idx, void *stream, hkv_error *error)
+{
+    HKV_TRY(check_open(c, error));
+    HKV_TRY(hkv_cache_check_layer(c, layer_idx, error));
+    const hkv_cache_layer *layer = &c->layers[layer_idx];
+    const hkv_cache_group *g = &c->groups[layer->group];
+    return g->has_begun ? hkv_store_prefetch_hot(g->store, layer->idx, stream, error) : HKV_OK;
+}
+
+hkv_status hkv_cache_prefetch_hot(hkv_cache *c, int32_t layer_idx, void *stream, hkv_error *error)
+{
+    HKV_TRY(hkv_cache_enter(c, error));
+    hkv_status status = prefetch_hot(c, layer_idx, stream, error);
+    hkv_cache_leave(c);
+    return status;
+}
+
 static hkv_status mark_attended(hkv_cache *c, hkv_error *error)
 {
     HKV_TRY(check_open(c, error));

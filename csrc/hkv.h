@@ -261,7 +261,7 @@ typedef struct hkv_store_options {
     int32_t n_blocks;               /* B: blocks in the engine's pool, including the null block */
     int32_t max_rows;               /* largest R of a step */
     int64_t max_new_tokens;         /* largest N of a step */
-    int64_t max_sequence_tokens;    /* longest row; 0: B * T, or any length in a group with a window */
+    int64_t max_sequence_tokens;    /* longest row; 0: B * T */
     int32_t n_hot_pages;            /* 0: the size that guarantees that live rows never lose a partial page */
     uint32_t first_stamp;           /* 0: drawn from clock and address; else stamps count from here (tests, replays) */
     const hkv_backend *backend;     /* NULL = CPU; kept */
@@ -294,6 +294,10 @@ hkv_status hkv_store_begin(hkv_store *store, const hkv_batch *batch, hkv_error *
 
 /* Append this step's K and V to one layer, then attend. Once per layer and step, any layer order. */
 hkv_status hkv_store_attend(hkv_store *store, int32_t layer_idx, const hkv_attend *args, hkv_error *error);
+
+/* Start bringing the hot pages that the open step will read in one layer into a device's L2 cache, on `stream`, which
+ * must come after the one that the step began on. Changes nothing, waits for nothing, and does nothing on the CPU. */
+hkv_status hkv_store_prefetch_hot(hkv_store *store, int32_t layer_idx, void *stream, hkv_error *error);
 
 /* Dequantise what layer_idx holds of one row of a block table (tokens first_token .. first_token+n_tokens-1) into
  * k_out, v_out [n_tokens, Hkv, D] contiguous in the model's dtype, from the hot zone or the record as the next step
@@ -380,6 +384,8 @@ hkv_status hkv_cache_attend(hkv_cache *cache, int32_t layer_idx, const hkv_atten
 /* Count every layer of the open step as attended: a CUDA graph that holds the attends of all layers, captured in an
  * earlier step of as many rows and at least as many tokens, was launched in their place. */
 hkv_status hkv_cache_mark_attended(hkv_cache *cache, hkv_error *error);
+/* As hkv_store_prefetch_hot, for a layer of the open step. */
+hkv_status hkv_cache_prefetch_hot(hkv_cache *cache, int32_t layer_idx, void *stream, hkv_error *error);
 /* Close the step. With every layer attended its full blocks become findable; if some layer was not attended (the
  * caller's forward pass failed), the sequences go back to the length they had before the step. */
 hkv_status hkv_cache_end(hkv_cache *cache, hkv_error *error);

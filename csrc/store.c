@@ -129,7 +129,7 @@ static int64_t choose_max_sequence(const hkv_store_options *options)
 {
     int64_t n = (int64_t)options->n_blocks * options->config.block_size;
     if (options->max_sequence_tokens > 0) return options->max_sequence_tokens;
-    return options->window_tokens == 0 && n < INT32_MAX ? n : INT32_MAX;
+    return n < INT32_MAX ? n : INT32_MAX;
 }
 
 static void init_group(const hkv_store_options *options, hkv_group *g)
@@ -583,11 +583,16 @@ static hkv_status check_attend(const hkv_store *store, const hkv_attend *args, h
     return check_output(store, &out, inputs, 3, error);
 }
 
+static hkv_status check_open(const hkv_store *store, hkv_error *error)
+{
+    if (store->is_open) return HKV_OK;
+    return hkv_error_set(error, HKV_ERR_STATE, "store", "no step is open; call hkv_store_begin first");
+}
+
 static hkv_status attend(hkv_store *store, int32_t layer_idx, const hkv_attend *args, hkv_error *error)
 {
     HKV_TRY(check_bound(store, layer_idx, error));
-    if (!store->is_open)
-        return hkv_error_set(error, HKV_ERR_STATE, "store", "no step is open; call hkv_store_begin first");
+    HKV_TRY(check_open(store, error));
     if (store->layer_step[layer_idx] == store->step)
         return hkv_error_set(error, HKV_ERR_STATE, "layer_idx", "layer %d was attended in this step already",
                              layer_idx);
@@ -602,6 +607,20 @@ hkv_status hkv_store_attend(hkv_store *store, int32_t layer_idx, const hkv_atten
 {
     HKV_TRY(enter(store, error));
     return leave(store, attend(store, layer_idx, args, error));
+}
+
+static hkv_status prefetch_hot(hkv_store *store, int32_t layer_idx, void *stream, hkv_error *error)
+{
+    HKV_TRY(check_bound(store, layer_idx, error));
+    HKV_TRY(check_open(store, error));
+    if (!store->backend->prefetch_hot) return HKV_OK;
+    return store->backend->prefetch_hot(&store->group, &store->batch, layer_idx, stream, error);
+}
+
+hkv_status hkv_store_prefetch_hot(hkv_store *store, int32_t layer_idx, void *stream, hkv_error *error)
+{
+    HKV_TRY(enter(store, error));
+    return leave(store, prefetch_hot(store, layer_idx, stream, error));
 }
 
 /* ------------------------------------------------------------------------------------------------------- looking in */

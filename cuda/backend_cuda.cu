@@ -16,8 +16,11 @@
 #include "device.cuh"
 #include "format.cuh"
 #include "launch.cuh"
+#include "mass.cuh"
+#include "prefetch.cuh"
 #include "prefill.cuh"
 #include "read.cuh"
+#include "select.cuh"
 
 namespace hkv
 {
@@ -33,8 +36,7 @@ constexpr size_t kUploadBytes = 64 << 10;
 constexpr int kUploads = 32; /* under way at a time; one more waits for the oldest */
 constexpr size_t kVectorBytes = 16;
 
-/* ---------------------------------------------------------------------------------------------------- state of a group
- */
+/* ------------------------------------------------------------------------------------------------- state of a group */
 
 /* What broke a step; on the host, written by the device. */
 struct Refusal {
@@ -56,7 +58,12 @@ struct Workspace {
     uint8_t *partials;
     uint32_t *arrivals, *references;
     size_t arrival_bytes, reference_bytes;
-    uint8_t *prefill;
+    uint8_t *prefill, *select;
+    size_t select_bytes;
+    uint32_t *read_mask; /* [max_rows, Hkv, mask_words] */
+    uint32_t *told;      /* two of [max_rows, Hkv, mask_tiles, mask_words]: skipped, refined */
+    int64_t mask_words;
+    float *lse; /* [max_new_tokens, Hq], where the caller wants mass alone */
 };
 
 struct CudaGroup {
@@ -82,8 +89,7 @@ int max_group(const hkv_group *g)
     return by_heads > kMaxGroup ? by_heads : kMaxGroup;
 }
 
-/* ------------------------------------------------------------------------------------------------------------- memory
- */
+/* ----------------------------------------------------------------------------------------------------------- memory */
 
 int32_t count_devices(const char **reason)
 {
@@ -150,8 +156,7 @@ hkv_status fill_memory(int32_t device_index, void *device_dst, int value, size_t
     return run_apart(device_index, "fill device memory", error, [=] { return cudaMemset(device_dst, value, n_bytes); });
 }
 
-/* ----------------------------------------------------------------------------------------------------------- workspace
- */
+/* -------------------------------------------------------------------------------------------------------- workspace */
 
 hkv_status check_group(const hkv_group *g, int32_t device_index, hkv_error *error)
 {
@@ -168,7 +173,8 @@ hkv_status check_group(const hkv_group *g, int32_t device_index, hkv_error *erro
         return hkv_error_set(error, HKV_ERR_UNSUPPORTED, "block_size", "block_size must be %d on CUDA, got %d",
                              kBlockTokens, static_cast<int>(g->format.block_tokens));
     if (g->format.dtype == HKV_F32)
-        return hkv_error_set(error, HKV_ERR_UNSUPPORTED, "dtype", "dtype must be float16 or bfloat16 on CUDA");
+        return hkv_error_set(error, HKV_ERR_UNSUPPORTED, "dtype",
+                             "dtype must be float16 or bfloat16 on CUDA, got float32");
     if (g->n_kv_heads > INT16_MAX)
         return hkv_error_set(error, HKV_ERR_UNSUPPORTED, "n_kv_heads", "n_kv_heads must be at most %d on CUDA, got %d",
                              INT16_MAX, static_cast<int>(g->n_kv_heads));
@@ -198,6 +204,31 @@ struct Carver {
     }
 };
 
+/* Column tiles of a row of n_new tokens in the progressive kernel. */
+int mask_tiles(const CudaGroup *c, int n_new, int group)
+{
+    const int columns = c->shapes[1][0].columns;
+    return (n_new * group + columns - 1) / columns;
+}
+
+/* Which records decode reads, skips and refines, for selection and for mass. There are none at bits 0. */
+void carve_masks(const hkv_group *g, CudaGroup *c, Carver *carver)
+{
+    constexpr int64_t kBlocksPerWord = 32;
+    const size_t n_row_heads = static_cast<size_t>(g->max_rows) * static_cast<size_t>(g->n_kv_heads);
+    const size_t n_tiles = static_cast<size_t>(mask_tiles(c, HKV_DECODE_MAX_TOKENS, max_group(g)));
+    Workspace *w = &c->workspace;
+    w->lse = carver->take<float>(static_cast<size_t>(g->max_new_tokens) * static_cast<size_t>(g->n_kv_heads) *
+                                 static_cast<size_t>(max_group(g)) * sizeof(float));
+    if (g->format.bits == 0) return;
+    w->mask_words = (g->max_sequence_tokens + kBlocksPerWord * kBlockTokens - 1) / (kBlocksPerWord * kBlockTokens);
+    w->select_bytes = select_workspace_bytes(g->max_rows, g->n_kv_heads, w->mask_words);
+    const size_t mask_bytes = n_row_heads * static_cast<size_t>(w->mask_words) * sizeof(uint32_t);
+    w->select = carver->take<uint8_t>(w->select_bytes);
+    w->read_mask = carver->take<uint32_t>(mask_bytes);
+    w->told = carver->take<uint32_t>(2 * n_tiles * mask_bytes);
+}
+
 /* The one list of what the workspace holds. Chunks are split only where all of them are no more than kChunksPerWorker
  * for each worker, and only those that are need room for partial results. */
 void carve_workspace(const hkv_group *g, CudaGroup *c, Carver *carver)
@@ -223,6 +254,7 @@ void carve_workspace(const hkv_group *g, CudaGroup *c, Carver *carver)
     w->partials = carver->take<uint8_t>(partial_bytes);
     w->arrivals = carver->take<uint32_t>(w->arrival_bytes);
     w->references = carver->take<uint32_t>(w->reference_bytes);
+    carve_masks(g, c, carver);
     w->prefill = carver->take<uint8_t>(prefill_workspace_bytes(g->format, g->n_kv_heads, max_group(g), g->max_rows,
                                                                static_cast<int>(g->max_new_tokens)));
 }
@@ -240,8 +272,7 @@ hkv_status measure_workspace(const hkv_group *group, int32_t device_index, size_
     return HKV_OK;
 }
 
-/* -------------------------------------------------------------------------------------------------------------- groups
- */
+/* ----------------------------------------------------------------------------------------------------------- groups */
 
 void deinit_group(hkv_group *group, const hkv_allocator *host)
 {
@@ -276,6 +307,7 @@ hkv_status start_group(hkv_group *group, CudaGroup *c, hkv_error *error)
     c->group = kTypicalGroup;
     HKV_TRY(fill_memory(c->device, w->arrivals, 0, w->arrival_bytes, error));
     HKV_TRY(fill_memory(c->device, w->references, 0xff, w->reference_bytes, error)); /* kNoReference */
+    HKV_TRY(fill_memory(c->device, w->select, 0, w->select_bytes, error));
     HKV_TRY(check(cudaHostAlloc(reinterpret_cast<void **>(&c->refusal), sizeof *c->refusal, cudaHostAllocMapped),
                   "allocate pinned host memory", error));
     memset(c->refusal, 0, sizeof *c->refusal);
@@ -297,8 +329,7 @@ hkv_status init_group(hkv_group *group, int32_t device_index, hkv_threads *, con
     return start_group(group, c, error);
 }
 
-/* --------------------------------------------------------------------------------------------------------------- begin
- */
+/* ------------------------------------------------------------------------------------------------------------ begin */
 
 /* Tell the host of a refused step, unless it has not yet heard of another, and clear the plan's rows beyond the step's,
  * which a captured graph of a larger step still looks at. */
@@ -372,8 +403,7 @@ hkv_status begin(hkv_group *group, const hkv_batch *batch, void *stream, hkv_err
                  "launch the end of a plan", error);
 }
 
-/* -------------------------------------------------------------------------------------------------------------- attend
- */
+/* ----------------------------------------------------------------------------------------------------------- attend */
 
 hkv_status check_vectors(const char *name, const void *data, int64_t stride_token, int64_t stride_head,
                          hkv_error *error)
@@ -451,7 +481,7 @@ DecodeParams decode_params(const hkv_group *g, const CudaGroup *c, const hkv_bat
     p.out_stride_token = a->out_stride_token;
     p.out_stride_head = a->out_stride_head;
     p.sink_logits = a->sink_logits;
-    p.lse = a->lse;
+    p.lse = a->mass && !a->lse ? c->workspace.lse : a->lse;
     p.scale = a->softmax_scale * kLog2e;
     p.soft_cap = a->logits_soft_cap * kLog2e;
     p.group = c->group;
@@ -463,6 +493,53 @@ DecodeParams decode_params(const hkv_group *g, const CudaGroup *c, const hkv_bat
     p.arrivals = c->workspace.arrivals;
     p.references = c->workspace.references;
     return p;
+}
+
+/* Choose the L2 records to read, into the mask that decode then goes by. */
+hkv_status select_records(const hkv_group *g, const CudaGroup *c, const hkv_batch *batch, DecodeParams *decode,
+                          cudaStream_t stream, hkv_error *error)
+{
+    const Workspace &w = c->workspace;
+    SelectParams p = {};
+    p.layer = decode->layer;
+    p.plan = decode->plan;
+    p.n_rows = batch->n_rows;
+    p.block_table = decode->block_table;
+    p.block_table_stride = decode->block_table_stride;
+    p.block_step = decode->block_step;
+    p.step = decode->step;
+    p.q = decode->q;
+    p.q_stride_token = decode->q_stride_token;
+    p.q_stride_head = decode->q_stride_head;
+    p.scale = decode->scale;
+    p.group = decode->group;
+    p.window_tokens = g->window_tokens;
+    p.top_k = g->config.sparse_top_k;
+    p.min_mass = g->config.sparse_min_mass;
+    p.counters = g->counters;
+    p.read_mask = w.read_mask;
+    p.mask_words = w.mask_words;
+    p.workspace = w.select;
+    decode->read_mask = w.read_mask;
+    decode->mask_words = w.mask_words;
+    return check(launch_select(p, stream), "launch selection", error);
+}
+
+/* Let decode tell which records it skipped and refined, for the masses of blocks. */
+hkv_status clear_told(const hkv_group *g, const CudaGroup *c, const hkv_batch *batch, DecodeParams *decode,
+                      cudaStream_t stream, hkv_error *error)
+{
+    const Workspace &w = c->workspace;
+    const int n_new = batch->max_row_tokens > 0 && batch->max_row_tokens < HKV_DECODE_MAX_TOKENS
+                          ? batch->max_row_tokens
+                          : HKV_DECODE_MAX_TOKENS;
+    decode->mask_tiles = mask_tiles(c, n_new, c->group);
+    decode->mask_words = w.mask_words;
+    const size_t n_words = static_cast<size_t>(batch->n_rows) * static_cast<size_t>(g->n_kv_heads) *
+                           static_cast<size_t>(decode->mask_tiles) * static_cast<size_t>(w.mask_words);
+    decode->skipped_mask = w.told;
+    decode->refined_mask = w.told + n_words;
+    return check(cudaMemsetAsync(w.told, 0, 2 * n_words * sizeof(uint32_t), stream), "clear masks", error);
 }
 
 PrefillParams prefill_params(const hkv_group *g, const CudaGroup *c, const hkv_batch *batch, const DecodeParams &d)
@@ -514,17 +591,30 @@ hkv_status attend(hkv_group *group, const hkv_batch *batch, int32_t layer_idx, c
     const LayerView layer = layer_view(group, layer_idx);
     if (args->q) HKV_TRY(schedule_again(group, c, batch, args->n_q_heads / group->n_kv_heads, s, error));
     HKV_TRY(check(launch_append(layer, group->plan, max_segments(batch->n_rows, batch->n_new_tokens), new_tokens(args),
-                                batch->clock, s),
+                                batch->clock, s, group->counters),
                   "launch append", error));
     if (!args->q) return HKV_OK;
-    const DecodeParams decode = decode_params(group, c, batch, layer, args);
+    DecodeParams decode = decode_params(group, c, batch, layer, args);
+    if (c->shape->progressive && group->may_have_l2 && may_decode(batch))
+        HKV_TRY(select_records(group, c, batch, &decode, s, error));
+    if (c->shape->progressive && args->mass) HKV_TRY(clear_told(group, c, batch, &decode, s, error));
     if (may_decode(batch)) HKV_TRY(check(launch_decode(*c->shape, decode, s), "launch decode", error));
-    if (!may_prefill(batch)) return HKV_OK;
-    return check(launch_prefill(prefill_params(group, c, batch, decode), s), "launch prefill", error);
+    if (may_prefill(batch))
+        HKV_TRY(check(launch_prefill(prefill_params(group, c, batch, decode), s), "launch prefill", error));
+    if (!args->mass) return HKV_OK;
+    return check(launch_mass({decode, batch->n_rows, args->mass, args->mass_stride}, s), "launch masses", error);
 }
 
-/* -------------------------------------------------------------------------------------------------------- reading back
- */
+hkv_status prefetch_hot(hkv_group *group, const hkv_batch *batch, int32_t layer_idx, void *stream, hkv_error *error)
+{
+    const DeviceScope scope(state_of(group)->device);
+    HKV_TRY(check(scope.status(), "select the device", error));
+    return check(launch_prefetch_hot(layer_view(group, layer_idx), group->plan, batch->n_rows,
+                                     group->directory.page_n_tokens, static_cast<cudaStream_t>(stream)),
+                 "launch a prefetch", error);
+}
+
+/* ----------------------------------------------------------------------------------------------------- reading back */
 
 hkv_status read_tokens(hkv_group *group, int32_t layer_idx, const int32_t *block_table, int64_t seq_len,
                        int64_t first_token, int64_t n_tokens, void *k_out, void *v_out, hkv_error *error)
@@ -542,8 +632,7 @@ hkv_status read_tokens(hkv_group *group, int32_t layer_idx, const int32_t *block
                      [&] { return launch_read(p, block_table, first_token, n_tokens, nullptr); });
 }
 
-/* ------------------------------------------------------------------------------------------------------------- uploads
- */
+/* ---------------------------------------------------------------------------------------------------------- uploads */
 
 hkv_status upload_piece(UploadRing *ring, uint8_t *dst, const uint8_t *src, size_t n_bytes, cudaStream_t stream,
                         hkv_error *error)
@@ -581,7 +670,7 @@ hkv_status upload(hkv_group *group, void *device_dst, const void *host_src, size
 } // namespace
 } // namespace hkv
 
-/* ---------------------------------------------------------------------------------------------------------- vtable */
+/* ----------------------------------------------------------------------------------------------------------- vtable */
 
 extern "C" __attribute__((visibility("default"))) const hkv_backend *hkv_backend_cuda(void)
 {
@@ -601,6 +690,7 @@ extern "C" __attribute__((visibility("default"))) const hkv_backend *hkv_backend
         .group_deinit = hkv::deinit_group,
         .begin = hkv::begin,
         .attend = hkv::attend,
+        .prefetch_hot = hkv::prefetch_hot,
         .read_tokens = hkv::read_tokens,
         .upload = hkv::upload,
     };

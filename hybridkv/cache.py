@@ -224,6 +224,21 @@ class Step:
             stream,
         )
 
+    def prefetch_hot(self, layer: int, *, stream: Any = None) -> None:
+        """Start bringing the hot pages that `attend` will read in a layer into a GPU's L2 cache.
+
+        Meant for a stream of its own beside work that leaves the memory bus idle, such as the experts of a mixture
+        before; waits for nothing, changes nothing, and does nothing on the CPU.
+
+        Parameters
+        ----------
+        layer : int
+        stream : int or stream object, optional
+            As in `attend`; must come after the stream of `Cache.step`.
+        """
+        self._check_open()
+        self._cache._core.prefetch_hot(layer, stream_address(stream, self._cache.device))
+
     def replay(self, graph: Any) -> None:
         """Launch a CUDA graph in place of all `attend` calls of the step.
 

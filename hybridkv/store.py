@@ -44,6 +44,8 @@ class Store:
         Sliding window of the layers; 0 = none.
     num_hot_pages : int
         0: what guarantees that no running row loses a partly filled hot page.
+    max_sequence_tokens : int
+        Longest sequence; 0: as long as the pool. On CUDA the scratch memory of L2 selection grows with it.
     device : str or torch.device
         "cpu", "cuda" (the first GPU) or "cuda:N".
     """
@@ -61,6 +63,7 @@ class Store:
         max_new_tokens: int,
         window_tokens: int = 0,
         num_hot_pages: int = 0,
+        max_sequence_tokens: int = 0,
         device: Any = "cpu",
     ) -> None:
         self.config = as_config(config)
@@ -83,6 +86,7 @@ class Store:
             num_blocks=num_blocks,
             num_hot_pages=num_hot_pages,
             max_new_tokens=max_new_tokens,
+            max_sequence_tokens=max_sequence_tokens,
         )
 
     @property
@@ -183,6 +187,10 @@ class Store:
             return_mass,
             stream,
         )
+
+    def prefetch_hot(self, layer: int, *, stream: Any = None) -> None:
+        """As `Step.prefetch_hot`, for the open step; `stream` must come after that of `begin`."""
+        self._core.prefetch_hot(layer, stream_address(stream, self.device))
 
     def read_tokens(
         self, layer: int, block_table: Any, seq_len: int, start: int = 0, stop: int | None = None

@@ -389,6 +389,24 @@ static PyObject *cache_mark_attended(PyObject *op, PyObject *Py_UNUSED(unused))
     return none_or_raise(state, status, &error);
 }
 
+static PyObject *cache_prefetch_hot(PyObject *op, PyObject *args)
+{
+    hkv_py_state *state = hkv_py_state_of(op);
+    hkv_py_cache *self = (hkv_py_cache *)op;
+    PyObject *layer_obj, *stream_obj;
+    int32_t layer_idx;
+    hkv_py_place place;
+    hkv_error error;
+    hkv_status status;
+    if (!PyArg_ParseTuple(args, "OO:prefetch_hot", &layer_obj, &stream_obj) ||
+        hkv_py_index_from_object(state, layer_obj, "layer", self->rule.n_layers, &layer_idx) < 0 ||
+        hkv_py_place_for_call(state, &self->rule.place, stream_obj, &place) < 0 ||
+        hkv_py_enter(state, &self->object) < 0)
+        return NULL;
+    CACHE_CALL(self, status, hkv_cache_prefetch_hot(handle_of(self), layer_idx, place.stream, &error));
+    return none_or_raise(state, status, &error);
+}
+
 /* end, abort and reset: after each of them no step is open. */
 static PyObject *close_step(PyObject *op, hkv_status (*close)(hkv_cache *cache, hkv_error *error))
 {
@@ -652,6 +670,8 @@ static PyMethodDef cache_methods[] = {
      "attend($self, layer, q, k, v, out, scale, soft_cap, sinks, lse, mass, stream, /)\n--\n\nAppend to one layer, "
      "then "
      "attend."},
+    {"prefetch_hot", cache_prefetch_hot, METH_VARARGS,
+     "prefetch_hot($self, layer, stream, /)\n--\n\nStart bringing a layer's hot pages into a GPU's L2 cache."},
     {"mark_attended", cache_mark_attended, METH_NOARGS,
      "mark_attended($self)\n--\n\nCount every layer of the open step as attended: a graph of their attends ran."},
     {"end", cache_end, METH_NOARGS, "end($self)\n--\n\nClose the step."},

@@ -78,21 +78,23 @@ static int store_open(hkv_py_state *state, hkv_py_store *self, hkv_store_options
 
 static PyObject *store_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"config",   "dtype",         "device",     "num_layers",    "num_kv_heads",   "head_dim",
-                            "max_rows", "window_tokens", "num_blocks", "num_hot_pages", "max_new_tokens", NULL};
+    static char *names[] = {
+        "config",        "dtype",      "device",        "num_layers",     "num_kv_heads",        "head_dim", "max_rows",
+        "window_tokens", "num_blocks", "num_hot_pages", "max_new_tokens", "max_sequence_tokens", NULL};
     hkv_py_state *state = PyType_GetModuleState(type);
     hkv_store_options o = {0};
     int32_t *const targets[] = {&o.n_layers,      &o.n_kv_heads, &o.head_dim,   &o.max_rows,
                                 &o.window_tokens, &o.n_blocks,   &o.n_hot_pages};
-    PyObject *config, *numbers[8];
+    PyObject *config, *numbers[9];
     const char *dtype, *device;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$ssOOOOOOOO:Store", names, &config, &dtype, &device, &numbers[0],
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$ssOOOOOOOOO:Store", names, &config, &dtype, &device, &numbers[0],
                                      &numbers[1], &numbers[2], &numbers[3], &numbers[4], &numbers[5], &numbers[6],
-                                     &numbers[7]))
+                                     &numbers[7], &numbers[8]))
         return NULL;
     for (size_t i = 0; i < sizeof targets / sizeof *targets; i++)
         if (hkv_py_int32_from_object(state, numbers[i], names[i + 3], targets[i]) < 0) return NULL;
     if (hkv_py_int_from_object(state, numbers[7], "max_new_tokens", 0, INT64_MAX, &o.max_new_tokens) < 0 ||
+        hkv_py_int_from_object(state, numbers[8], "max_sequence_tokens", 0, INT64_MAX, &o.max_sequence_tokens) < 0 ||
         hkv_py_config_from_dict(state, config, &o.config) < 0 || hkv_py_dtype_from_name(state, dtype, &o.dtype) < 0 ||
         hkv_py_device_find(state, device, &o.backend, &o.device_index) < 0)
         return NULL;
@@ -340,6 +342,28 @@ static PyObject *store_attend(PyObject *op, PyObject *const *args, Py_ssize_t n_
     Py_RETURN_NONE;
 }
 
+static PyObject *store_prefetch_hot(PyObject *op, PyObject *args)
+{
+    hkv_py_state *state = hkv_py_state_of(op);
+    hkv_py_store *self = (hkv_py_store *)op;
+    PyObject *layer_obj, *stream_obj;
+    int32_t layer_idx;
+    hkv_py_place place;
+    hkv_error error;
+    hkv_status status;
+    if (!PyArg_ParseTuple(args, "OO:prefetch_hot", &layer_obj, &stream_obj) ||
+        hkv_py_index_from_object(state, layer_obj, "layer", self->rule.n_layers, &layer_idx) < 0 ||
+        hkv_py_place_for_call(state, &self->rule.place, stream_obj, &place) < 0 ||
+        hkv_py_enter(state, &self->object) < 0)
+        return NULL;
+    Py_BEGIN_ALLOW_THREADS
+    status = hkv_store_prefetch_hot(handle_of(self), layer_idx, place.stream, &error);
+    Py_END_ALLOW_THREADS
+    hkv_py_leave(&self->object);
+    if (status != HKV_OK) return hkv_py_raise(state, &error);
+    Py_RETURN_NONE;
+}
+
 /* ------------------------------------------------------------------------------------------------ content and tiers */
 
 /* The rest of read_tokens once k, v and the table are converted. */
@@ -487,6 +511,8 @@ static PyMethodDef store_methods[] = {
      "attend($self, layer, q, k, v, out, scale, soft_cap, sinks, lse, mass, stream, /)\n--\n\nAppend to one layer, "
      "then "
      "attend."},
+    {"prefetch_hot", store_prefetch_hot, METH_VARARGS,
+     "prefetch_hot($self, layer, stream, /)\n--\n\nStart bringing a layer's hot pages into a GPU's L2 cache."},
     {"read_tokens", store_read_tokens, METH_VARARGS,
      "read_tokens($self, layer, block_table, seq_len, first, num_tokens, k_out, v_out, /)\n--\n\n"
      "Dequantise into k_out, v_out."},
