@@ -158,20 +158,28 @@ enum { /* team.shared: sums of the step, then scratch of hkv_team_rank */
        HKV_TALLY_COUNT = 16,
        HKV_TEAM_WORDS = HKV_TALLY_COUNT + 32
 };
+enum { HKV_TEAM_BARRIER = 1 }; /* of a CUDA thread block */
 
-/* Lane `lane` of n_lanes; on CUDA one thread block of at most 1024 threads, a multiple of 32. */
+/* Lane `lane` of n_lanes; on CUDA whole warps of one thread block, which HKV_TEAM_BARRIER is left to. */
 typedef struct hkv_team {
     int32_t lane, n_lanes;
     int32_t *shared; /* [HKV_TEAM_WORDS] */
 } hkv_team;
 
-#define HKV_FOR(i, n, team) for (int32_t i = (team)->lane; i < (n); i += (team)->n_lanes)
+/* On a GPU a step runs through all this code once, so what counts is how much of it there is: loops stay loops. */
+#ifdef __CUDA_ARCH__
+#define HKV_ROLLED _Pragma("unroll 1")
+#else
+#define HKV_ROLLED
+#endif
+#define HKV_FOR_STEP(i, first, n, step) HKV_ROLLED for (int32_t i = (first); i < (n); i += (step))
+#define HKV_FOR(i, n, team)             HKV_FOR_STEP(i, (team)->lane, n, (team)->n_lanes)
 
 HKV_INLINE void hkv_team_sync(const hkv_team *team)
 {
     (void)team;
 #if defined(__CUDA_ARCH__)
-    __syncthreads();
+    __barrier_sync_count(HKV_TEAM_BARRIER, (unsigned)team->n_lanes);
 #elif defined(HKV_TEST_TEAM) /* lanes as coroutines: tests/c/test_plan_lanes.c */
     hkv_test_team_sync(team->lane);
 #endif
@@ -185,9 +193,9 @@ HKV_INLINE int32_t hkv_team_rank(const hkv_team *team, int32_t flag, int32_t *to
     int32_t warp_lane = team->lane & 31, warp = team->lane >> 5, of_warp;
     unsigned flags = __ballot_sync(0xffffffffu, flag);
     if (warp_lane == 0) warp_sums[warp] = __popc(flags);
-    __syncthreads();
+    hkv_team_sync(team);
     of_warp = warp_lane < team->n_lanes >> 5 ? warp_sums[warp_lane] : 0;
-    __syncthreads();
+    hkv_team_sync(team);
     *total = __reduce_add_sync(0xffffffffu, of_warp);
     return __reduce_add_sync(0xffffffffu, warp_lane < warp ? of_warp : 0) + __popc(flags & ((1u << warp_lane) - 1u));
 #elif defined(HKV_TEST_TEAM)
@@ -417,35 +425,43 @@ HKV_INLINE uint32_t hkv_plan_open(const hkv_plan_job *job, const hkv_team *team)
 
 /* ------------------------------------------------------------------------------------------------ phase 0: segments */
 
+/* A row as the batch has it; its window and sinks, if it is no padding and the step is quantised. */
+HKV_INLINE hkv_plan_row hkv_plan_read_row(const hkv_plan_job *job, int32_t r)
+{
+    hkv_plan_row row;
+    row.first_token = job->batch.cu_new_tokens[r];
+    row.n_new = job->batch.cu_new_tokens[r + 1] - row.first_token;
+    row.length = job->batch.seq_lens[r];
+    row.window_first = row.n_window = row.n_sinks = 0;
+    row.first_segment = -1;
+    if (row.n_new <= 0 || row.length <= 0 || !job->is_quantized) return row; /* at bits 0 all is read like a hot page */
+    row.window_first = hkv_plan_window_first(row.length, job->hot_tokens, job->block_tokens);
+    row.n_window = (row.length - 1) / job->block_tokens + 1 - row.window_first;
+    row.n_sinks = job->sink_blocks < row.window_first ? job->sink_blocks : row.window_first;
+    return row;
+}
+
 HKV_INLINE void hkv_plan_make_row(const hkv_plan_job *job, const hkv_team *team, int32_t r)
 {
     const hkv_batch *batch = &job->batch;
-    hkv_plan_row *row = &job->plan.rows[r];
-    int32_t first = batch->cu_new_tokens[r], end = batch->cu_new_tokens[r + 1], length = batch->seq_lens[r];
-    int32_t source = batch->copy_sources ? batch->copy_sources[r] : 0;
-    int32_t n_blocks = length > 0 ? (length - 1) / job->block_tokens + 1 : 0;
-    row->first_token = first;
-    row->n_new = end - first;
-    row->length = length;
-    row->window_first = row->n_window = row->n_sinks = 0;
-    row->first_segment = -1;
-    if (r == 0 && first != 0) hkv_plan_fail(job, team, HKV_PLAN_CU_TOKENS, 0, first, batch->n_new_tokens);
-    if (end < first || end > batch->n_new_tokens || (r + 1 == batch->n_rows && end != batch->n_new_tokens))
+    const hkv_plan_row row = hkv_plan_read_row(job, r);
+    int32_t end = batch->cu_new_tokens[r + 1], source = batch->copy_sources ? batch->copy_sources[r] : 0;
+    int32_t n_blocks = row.length > 0 ? (row.length - 1) / job->block_tokens + 1 : 0;
+    job->plan.rows[r] = row;
+    if (r == 0 && row.first_token != 0)
+        hkv_plan_fail(job, team, HKV_PLAN_CU_TOKENS, 0, row.first_token, batch->n_new_tokens);
+    if (row.n_new < 0 || end > batch->n_new_tokens || (r + 1 == batch->n_rows && end != batch->n_new_tokens))
         hkv_plan_fail(job, team, HKV_PLAN_CU_TOKENS, r + 1, end, batch->n_new_tokens);
-    if (length < 0) hkv_plan_fail(job, team, HKV_PLAN_LENGTH, r, length, 0);
+    if (row.length < 0) hkv_plan_fail(job, team, HKV_PLAN_LENGTH, r, row.length, 0);
     if (source >= job->n_blocks) hkv_plan_fail(job, team, HKV_PLAN_COPY_SOURCE, r, source, job->n_blocks);
-    if (row->n_new <= 0 || length <= 0) return; /* padding */
-    if (length < row->n_new) hkv_plan_fail(job, team, HKV_PLAN_LENGTH, r, length, row->n_new);
-    if (length > job->max_sequence_tokens)
-        hkv_plan_fail(job, team, HKV_PLAN_TOO_LONG, r, length, job->max_sequence_tokens);
-    if (batch->max_row_tokens > 0 && row->n_new > batch->max_row_tokens)
-        hkv_plan_fail(job, team, HKV_PLAN_ROW_TOKENS, r, row->n_new, batch->max_row_tokens);
+    if (row.n_new <= 0 || row.length <= 0) return; /* padding */
+    if (row.length < row.n_new) hkv_plan_fail(job, team, HKV_PLAN_LENGTH, r, row.length, row.n_new);
+    if (row.length > job->max_sequence_tokens)
+        hkv_plan_fail(job, team, HKV_PLAN_TOO_LONG, r, row.length, job->max_sequence_tokens);
+    if (batch->max_row_tokens > 0 && row.n_new > batch->max_row_tokens)
+        hkv_plan_fail(job, team, HKV_PLAN_ROW_TOKENS, r, row.n_new, batch->max_row_tokens);
     if (n_blocks > batch->block_table_stride)
         hkv_plan_fail(job, team, HKV_PLAN_STRIDE, r, n_blocks, batch->block_table_stride);
-    if (!job->is_quantized) return; /* everything is read like a hot page */
-    row->window_first = hkv_plan_window_first(length, job->hot_tokens, job->block_tokens);
-    row->n_window = n_blocks - row->window_first;
-    row->n_sinks = job->sink_blocks < row->window_first ? job->sink_blocks : row->window_first;
 }
 
 /* Blocks of a row that is no padding, else 0. */
@@ -455,13 +471,19 @@ HKV_INLINE int32_t hkv_plan_row_n_blocks(const hkv_plan_job *job, int32_t r)
     return row->n_new > 0 && row->length > 0 ? (row->length - 1) / job->block_tokens + 1 : 0;
 }
 
-/* Entries of a row's table at `first`, `first + step`, ...: 1 if one lies outside the pool. Loads do not wait for each
- * other. */
+enum { HKV_LOADS_IN_FLIGHT = 16, HKV_LANES_PER_ROW = 8 }; /* of a walk over tables on a GPU */
+
+/* 1 if an entry of a row's table at `first`, `first + step`, ... lies outside the pool. */
 HKV_INLINE int32_t hkv_plan_has_stray_entry(const hkv_plan_job *job, const int32_t *table, int32_t n, int32_t first,
                                             int32_t step)
 {
     int32_t is_stray = 0;
-    for (int32_t i = first; i < n; i += step) is_stray |= (uint32_t)table[i] >= (uint32_t)job->n_blocks;
+    HKV_FOR_STEP(base, first, n, HKV_LOADS_IN_FLIGHT * step) {
+        for (int32_t k = 0; k < HKV_LOADS_IN_FLIGHT; k++) { /* none waits for another */
+            int32_t i = base + k * step, block = i < n ? table[i] : 0;
+            is_stray |= (uint32_t)block >= (uint32_t)job->n_blocks;
+        }
+    }
     return is_stray;
 }
 
@@ -469,15 +491,17 @@ HKV_INLINE int32_t hkv_plan_has_stray_entry(const hkv_plan_job *job, const int32
  * every row. */
 HKV_INLINE void hkv_plan_walk_tables(const hkv_plan_job *job, const hkv_team *team, int32_t is_check)
 {
-    int32_t n_rows = job->batch.n_rows, n_warps = team->n_lanes > 32 ? team->n_lanes / 32 : 1;
-    int32_t n_groups = n_rows < n_warps ? n_rows : n_warps, step = team->n_lanes / (n_groups > 0 ? n_groups : 1);
-    int32_t first = team->lane % step;
+    int32_t n_rows = job->batch.n_rows, most = team->n_lanes / HKV_LANES_PER_ROW;
+    int32_t n_groups = n_rows < most ? n_rows : most, step, first;
+    if (n_groups == 0) n_groups = 1;
+    step = team->n_lanes / n_groups;
+    first = team->lane % step;
     if (team->lane / step >= n_groups) return;
-    for (int32_t r = team->lane / step; r < n_rows; r += n_groups) {
+    HKV_FOR_STEP(r, team->lane / step, n_rows, n_groups) {
         const int32_t *table = job->batch.block_table + r * job->batch.block_table_stride;
         int32_t n = hkv_plan_row_n_blocks(job, r);
         if (is_check && !hkv_plan_has_stray_entry(job, table, n, first, step)) continue;
-        for (int32_t i = first; i < n; i += step) {
+        HKV_FOR_STEP(i, first, n, step) {
             if (!is_check) {
                 int32_t page = job->directory.block_page[table[i]];
                 if (page >= 0) hkv_team_or(&job->directory.page_role[page], HKV_PAGE_IN_TABLE);
@@ -538,7 +562,7 @@ HKV_INLINE void hkv_plan_open_segment(const hkv_plan_job *job, const hkv_team *t
 HKV_INLINE void hkv_plan_make_segments(const hkv_plan_job *job, const hkv_team *team)
 {
     int32_t n_segments = 0;
-    for (int32_t base = 0; base < job->batch.n_new_tokens; base += team->n_lanes) {
+    HKV_FOR_STEP(base, 0, job->batch.n_new_tokens, team->n_lanes) {
         int32_t token = base + team->lane, r = 0, starts = 0, ends = 0, n_starts, s;
         int64_t slot = -1;
         if (token < job->batch.n_new_tokens) {
@@ -699,7 +723,7 @@ HKV_INLINE int32_t hkv_plan_number_segments(const hkv_plan_job *job, const hkv_t
 {
     int32_t n_segments = *job->plan.n_segments, n_claims = 0;
     uint32_t stamp = *job->directory.next_stamp;
-    for (int32_t base = 0; base < n_segments; base += team->n_lanes) {
+    HKV_FOR_STEP(base, 0, n_segments, team->n_lanes) {
         int32_t s = base + team->lane, claims = 0, is_new = 0, n, rank;
         if (s < n_segments) {
             claims = job->plan.segments[s].page == HKV_PLAN_CLAIM;
@@ -897,7 +921,7 @@ HKV_INLINE int32_t hkv_plan_is_overwritten(const hkv_plan_job *job, uint32_t ste
     if (reader->n_held == 0 || reader->restore_block == reader->block) return 0;
     if (job->directory.block_step[reader->restore_block] != step) return 0;
     if (job->is_quantized && reader->restore_page < 0) return 1;
-    for (int32_t i = 0; i < *job->plan.n_segments; i++) {
+    HKV_FOR_STEP(i, 0, *job->plan.n_segments, 1) {
         const hkv_segment *writer = &job->plan.segments[i];
         if (writer->block == reader->restore_block && writer->offset < reader->n_held) return 1;
     }

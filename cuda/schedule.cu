@@ -15,20 +15,21 @@ namespace hkv
 namespace
 {
 
-__global__ void __launch_bounds__(kTeamThreads)
+__global__ void __launch_bounds__(kSchedulers)
     schedule_kernel(const __grid_constant__ ScheduleInput in, const __grid_constant__ Schedule out)
 {
     __shared__ scheduling::Scratch scratch;
     wait_for_predecessor();
     let_successor_start();
-    scheduling::make_schedule(in, in.plan.rows, out, scratch);
+    scheduling::make_schedule(
+        in, [&](int row) { return in.plan.rows[row]; }, out, scratch);
 }
 
 } // namespace
 
 cudaError_t launch_schedule(const ScheduleInput &input, const Schedule &schedule, cudaStream_t stream)
 {
-    return launch_dependent(schedule_kernel, 1, kTeamThreads, 0, stream, input, schedule);
+    return launch_dependent(schedule_kernel, 1, kSchedulers, 0, stream, input, schedule);
 }
 
 } // namespace hkv

@@ -1,9 +1,9 @@
-/* schedule_device.cuh - the schedule of a step (schedule.cuh), made by one block of kTeamThreads threads.
+/* schedule_device.cuh - the schedule of a step (schedule.cuh), made by kSchedulers threads.
  *
  * Cutting. A chunk may weigh at most `size` records. The smallest size is searched for which all chunks together are no
  * more than the workers (then each has one chunk and all finish together) - or, where there are more units than
- * workers, no more than kChunksPerWorker times as many, in rounds. It lies between the average load and the largest
- * row; 32 sizes at a time are tried by 32 warps.
+ * workers, no more than kChunksPerWorker times as many, in rounds. Equal parts need at least the average load, and less
+ * than one more chunk a unit than that; the few sizes in between are tried, a warp each.
  *
  * Heads. With 1 KV head in a chunk the four warps of a block share it and meet once, so that few partial results
  * remain: none at all where there are about as many (row, head) as workers. With 4, a warp each, long rows among short
@@ -18,86 +18,106 @@
 namespace hkv
 {
 
-constexpr int kTeamThreads = 1024; /* of the block that plans and schedules */
-constexpr int kTeamWarps = kTeamThreads / 32;
+/* Schedulers: whole warps of a thread block, the last ones, with a barrier of their own. Few: most phases have little
+ * to do, and what a thread executes for nothing costs issue slots of the one multiprocessor. */
+constexpr int kSchedulers = 256;
 
 namespace scheduling
 {
 
+constexpr int kWarps = kSchedulers / 32;
+constexpr int kBarrier = 2;
 constexpr int kSmallLoad = 3 * kConsumers; /* records a worker up to which merging matters more than balance */
 constexpr int kWideGain = 32;              /* several heads a chunk must be worth more than one part in this many */
+
+__device__ __forceinline__ int thread()
+{
+    return static_cast<int>(threadIdx.x % kSchedulers);
+}
+__device__ __forceinline__ void sync()
+{
+    named_barrier(kBarrier, kSchedulers);
+}
+
+/* n / d for 0 <= n < 2^20, given 1 / d: a division of integers takes a hundred cycles. */
+__device__ __forceinline__ int divide(int n, float inverse)
+{
+    return static_cast<int>((static_cast<float>(n) + 0.5f) * inverse);
+}
 
 /* One row's share of the work. */
 struct RowWork {
     int block_begin, block_end; /* of visible older tokens */
-    int cold_begin, cold_end;   /* without sinks and window, which the first part reads from hot pages */
+    int cold_begin, n_cold;     /* without sinks and window, which the first part reads from hot pages */
     int hot_weight;             /* of those, in records */
     int column_tiles;           /* 0: not a decode row */
+    int parts;                  /* that its units are cut into, as soon as that is known */
 
-    __device__ int n_cold() const
-    {
-        return cold_end - cold_begin;
-    }
     __device__ int weight() const
     {
-        return n_cold() + hot_weight;
+        return n_cold + hot_weight;
+    }
+    /* Parts for chunks of at most 1 / inverse_size records, give or take a thousandth. */
+    __device__ int n_parts(float inverse_size) const
+    {
+        return max(1, min(static_cast<int>(ceilf(static_cast<float>(weight()) * inverse_size - 1e-3f)), n_cold));
     }
     /* First block of a part: parts have equal weight, the hot one lies before all blocks. */
-    __device__ int part_begin(int part, int n_parts) const
+    __device__ int part_begin(int part) const
     {
         if (part == 0) return block_begin;
-        if (part == n_parts) return block_end;
-        return cold_begin + max(part, static_cast<int>(static_cast<int64_t>(weight()) * part / n_parts) - hot_weight);
+        if (part == parts) return block_end;
+        const float share = __fdividef(static_cast<float>(weight()), static_cast<float>(parts));
+        return cold_begin + min(n_cold, max(part, static_cast<int>(share * static_cast<float>(part)) - hot_weight));
     }
 };
 
-__device__ inline RowWork row_work(const ScheduleInput &in, const hkv_plan_row &r)
+__device__ __forceinline__ RowWork row_work(const ScheduleInput &in, const hkv_plan_row &r)
 {
     RowWork w = {};
     if (r.n_new < 1 || r.n_new > HKV_DECODE_MAX_TOKENS) return w;
     const int n_older = r.length - r.n_new;
-    w.column_tiles = (r.n_new * in.group + in.columns - 1) / in.columns;
+    w.column_tiles = divide(r.n_new * in.group + in.columns - 1, __fdividef(1.f, static_cast<float>(in.columns)));
     w.block_end = (n_older + kBlockTokens - 1) / kBlockTokens;
     if (in.window_tokens > 0) w.block_begin = min(w.block_end, max(0, n_older + 1 - in.window_tokens) / kBlockTokens);
     w.cold_begin = min(w.block_end, max(w.block_begin, r.n_sinks));
-    w.cold_end = max(w.cold_begin, min(w.block_end, r.n_window ? r.window_first : w.block_end));
+    w.n_cold = max(0, min(w.block_end, r.n_window ? r.window_first : w.block_end) - w.cold_begin);
     w.hot_weight = (r.n_sinks + r.n_window) * in.page_weight + 1; /* 1: the call's own tokens */
     return w;
 }
 
-__device__ __forceinline__ int n_parts(int weight, int n_cold, int size)
-{
-    return max(1, min((weight + size - 1) / size, n_cold));
-}
-
-/* Shared memory: what the search needs to know of kTeamThreads rows at a time. */
+/* Shared memory: kSchedulers rows at a time. */
 struct Scratch {
-    int weight[kTeamThreads], n_cold[kTeamThreads], column_tiles[kTeamThreads];
-    int first_chunk[kTeamThreads];
-    int counts[2][2][kTeamWarps]; /* [round % 2][search] chunks at the size that a warp tried */
-    int warp_sums[kTeamWarps];
+    hkv_plan_row rows[kSchedulers];
+    RowWork work[kSchedulers];
+    int first_chunk[kSchedulers];
+    int counts[2][2][kWarps]; /* [round % 2][search] chunks at the size that a warp tried */
+    int warp_sums[kWarps];
 };
 
-/* By all threads. Makes its writes visible, and waits for those who still read the rows before. */
-__device__ inline void load_rows(const ScheduleInput &in, const hkv_plan_row *rows, int base, Scratch &s)
+/* By all schedulers; row_at(r) is row r of the plan. Makes its writes visible, and waits for those who still read the
+ * rows before. */
+template <typename F>
+__device__ __forceinline__ void load_rows(const ScheduleInput &in, const F &row_at, int base, Scratch &s)
 {
-    const int row = base + static_cast<int>(threadIdx.x);
-    __syncthreads();
+    const int row = base + thread();
+    sync();
     if (row < in.n_rows) {
-        const RowWork w = row_work(in, rows[row]);
-        s.weight[threadIdx.x] = w.weight();
-        s.n_cold[threadIdx.x] = w.n_cold();
-        s.column_tiles[threadIdx.x] = w.column_tiles;
+        s.rows[thread()] = row_at(row);
+        s.work[thread()] = row_work(in, s.rows[thread()]);
     }
-    __syncthreads();
+    sync();
 }
 
-/* Call f(i) for every row's place i in the scratch, the lanes of each warp sharing all rows. */
-template <typename F> __device__ void for_rows(const ScheduleInput &in, const hkv_plan_row *rows, Scratch &s, F f)
+/* Call f(work) for every row, the lanes of each warp sharing all rows. */
+template <typename R, typename F>
+__device__ __forceinline__ void for_rows(const ScheduleInput &in, const R &row_at, Scratch &s, F f)
 {
-    for (int base = 0; base < in.n_rows; base += kTeamThreads) {
-        if (in.n_rows > kTeamThreads) load_rows(in, rows, base, s);
-        for (int i = threadIdx.x % 32; i < min(kTeamThreads, in.n_rows - base); i += 32) f(i);
+#pragma unroll 1
+    for (int base = 0; base < in.n_rows; base += kSchedulers) {
+        if (in.n_rows > kSchedulers) load_rows(in, row_at, base, s);
+#pragma unroll 1
+        for (int i = threadIdx.x % 32; i < min(kSchedulers, in.n_rows - base); i += 32) f(s.work[i]);
     }
 }
 
@@ -106,12 +126,18 @@ template <typename F> __device__ void for_rows(const ScheduleInput &in, const hk
 struct Search {
     int heads, groups, round, limit, low, high;
 
-    __device__ Search(const ScheduleInput &in, int n_workers, int heads_, int n_tiles, float work, int heaviest)
-        : heads(heads_), groups(in.n_kv_heads / heads_), round(kConsumers / heads_)
+    /* heads = 1 << log_heads */
+    __device__ Search(const ScheduleInput &in, int n_workers, int log_heads, int n_tiles, float work, int heaviest)
+        : heads(1 << log_heads), groups(in.n_kv_heads >> log_heads), round(kConsumers >> log_heads)
     {
         limit = n_workers * rounds(n_tiles, n_workers);
-        low = max(0, static_cast<int>(work * static_cast<float>(groups) / static_cast<float>(limit * round)) - 1);
-        high = max(low + 1, (heaviest + round - 1) / round);
+        const float inverse_round = 1.f / kConsumers * static_cast<float>(heads);
+        const float share = work * static_cast<float>(groups) * inverse_round;
+        const int n_spare = limit - n_tiles * groups;
+        low = max(0, static_cast<int>(__fdividef(share, static_cast<float>(limit))) - 1);
+        high = max(low + 1, divide(heaviest + round - 1, inverse_round));
+        if (n_spare > 0) high = min(high, static_cast<int>(__fdividef(share, static_cast<float>(n_spare))) + 2);
+        high = max(high, low + 1);
     }
     /* Chunks a worker gets at most, by the number of units. */
     __device__ int rounds(int n_tiles, int n_workers) const
@@ -128,18 +154,19 @@ struct Search {
     }
     __device__ int step() const
     {
-        return (high - low + kTeamWarps) / (kTeamWarps + 1);
+        return (high - low + kWarps) / (kWarps + 1);
     }
-    /* Size that warp i tries. */
-    __device__ int candidate(int i) const
+    /* Size that warp i tries, inverted. */
+    __device__ float inverse_candidate(int i) const
     {
-        return min(high, low + step() * (i + 1)) * round;
+        return __fdividef(1.f, static_cast<float>(min(high, low + step() * (i + 1)) * round));
     }
     /* counts[i] chunks at candidate i; they do not grow with i. */
     __device__ void narrow(const int *counts)
     {
-        const unsigned fits = __ballot_sync(kFullWarp, counts[threadIdx.x % 32] * groups <= limit);
-        const int first = fits ? __ffs(static_cast<int>(fits)) - 1 : kTeamWarps;
+        const int i = threadIdx.x % 32;
+        const unsigned fits = __ballot_sync(kFullWarp, i < kWarps && counts[i] * groups <= limit);
+        const int first = fits ? __ffs(static_cast<int>(fits)) - 1 : kWarps;
         const int fitting = min(high, low + step() * (first + 1));
         low = min(low + step() * first, fitting - 1);
         high = fitting;
@@ -153,45 +180,46 @@ struct Search {
 
 /* How the step is cut: the size of a chunk and its KV heads, the same in every thread. */
 struct Cut {
-    int size, heads;
+    int size, heads, groups;
 };
-__device__ inline Cut find_cut(const ScheduleInput &in, const hkv_plan_row *rows, int n_workers, Scratch &s)
+template <typename R> __device__ Cut find_cut(const ScheduleInput &in, const R &row_at, int n_workers, Scratch &s)
 {
     int n_tiles = 0, heaviest = 0;
     unsigned work = 0;
-    for_rows(in, rows, s, [&](int i) {
-        n_tiles += s.column_tiles[i];
-        work += static_cast<unsigned>(s.column_tiles[i]) * static_cast<unsigned>(s.weight[i]);
-        heaviest = max(heaviest, s.weight[i]);
+    for_rows(in, row_at, s, [&](const RowWork &w) {
+        n_tiles += w.column_tiles;
+        work += static_cast<unsigned>(w.column_tiles) * static_cast<unsigned>(w.weight());
+        heaviest = max(heaviest, w.weight());
     });
     n_tiles = __reduce_add_sync(kFullWarp, n_tiles);
     work = __reduce_add_sync(kFullWarp, work);
     heaviest = __reduce_max_sync(kFullWarp, heaviest);
-    const int widest = in.n_kv_heads % 2 ? 1 : in.n_kv_heads % 4 ? 2 : kConsumers, warp = threadIdx.x / 32;
-    Search one(in, n_workers, 1, n_tiles, static_cast<float>(work), heaviest);
-    Search several(in, n_workers, widest, n_tiles, static_cast<float>(work), heaviest);
+    const int log_widest = in.n_kv_heads % 2 ? 0 : in.n_kv_heads % kConsumers ? 1 : 2, warp = thread() / 32;
+    Search one(in, n_workers, 0, n_tiles, static_cast<float>(work), heaviest);
+    Search several(in, n_workers, log_widest, n_tiles, static_cast<float>(work), heaviest);
+#pragma unroll 1
     for (int turn = 0; one.is_open() || several.is_open(); turn ^= 1) {
-        const int size_one = one.candidate(warp), size_several = several.candidate(warp);
+        const float inverse_one = one.inverse_candidate(warp), inverse_several = several.inverse_candidate(warp);
         int n_one = 0, n_several = 0;
-        for_rows(in, rows, s, [&](int i) {
-            n_one += s.column_tiles[i] * n_parts(s.weight[i], s.n_cold[i], size_one);
-            n_several += s.column_tiles[i] * n_parts(s.weight[i], s.n_cold[i], size_several);
+        for_rows(in, row_at, s, [&](const RowWork &w) {
+            n_one += w.column_tiles * w.n_parts(inverse_one);
+            n_several += w.column_tiles * w.n_parts(inverse_several);
         });
         s.counts[turn][0][warp] = __reduce_add_sync(kFullWarp, n_one);
         s.counts[turn][1][warp] = __reduce_add_sync(kFullWarp, n_several);
-        __syncthreads();
+        sync();
         one.narrow(s.counts[turn][0]);
         several.narrow(s.counts[turn][1]);
     }
     const int load = one.load(n_tiles, n_workers), load_several = several.load(n_tiles, n_workers);
     const bool is_one = load <= kSmallLoad || load * kWideGain <= load_several * (kWideGain + 1);
-    return is_one ? Cut{one.size(), 1} : Cut{several.size(), widest};
+    return is_one ? Cut{one.size(), one.heads, one.groups} : Cut{several.size(), several.heads, several.groups};
 }
 
 /* Sum over the threads below this one, and over all. */
-__device__ inline int scan_threads(int n, int *total, int (&warp_sums)[kTeamWarps])
+__device__ inline int scan_threads(int n, int *total, int (&warp_sums)[kWarps])
 {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = thread() / 32, lane = threadIdx.x % 32;
     int sum = n;
 #pragma unroll
     for (int step = 1; step < 32; step <<= 1) {
@@ -199,54 +227,79 @@ __device__ inline int scan_threads(int n, int *total, int (&warp_sums)[kTeamWarp
         if (lane >= step) sum += other;
     }
     if (lane == 31) warp_sums[warp] = sum;
-    __syncthreads();
-    const int of_warp = warp_sums[lane];
+    sync();
+    const int of_warp = lane < kWarps ? warp_sums[lane] : 0;
     *total = __reduce_add_sync(kFullWarp, of_warp);
     return __reduce_add_sync(kFullWarp, lane < warp ? of_warp : 0) + sum - n;
 }
 
-/* The chunks of one row, by a warp. Units lie side by side part by part, so that neighbours read the same pages. */
-__device__ inline void write_chunks(const ScheduleInput &in, const hkv_plan_row &r, int row, const Cut &cut,
-                                    int first_chunk, Chunk *chunks)
+/* Chunk number j of a row. Units lie side by side part by part, so that neighbours read the same pages. */
+__device__ __forceinline__ Chunk make_chunk(const RowWork &w, const hkv_plan_row &r, int row, const Cut &cut,
+                                            int first_chunk, int j)
 {
-    const RowWork w = row_work(in, r);
-    const int parts = n_parts(w.weight(), w.n_cold(), cut.size), n_units = w.column_tiles * (in.n_kv_heads / cut.heads);
-    for (int j = threadIdx.x % 32; j < n_units * parts; j += 32) {
-        const int part = j / n_units, unit = j % n_units;
-        Chunk c;
-        c.row = row;
-        c.head = static_cast<int16_t>(unit / w.column_tiles * cut.heads);
-        c.column_tile = static_cast<int16_t>(unit % w.column_tiles);
-        c.block_begin = w.part_begin(part, parts);
-        c.block_end = w.part_begin(part + 1, parts);
-        c.first_slot = first_chunk + unit * parts;
-        c.part = static_cast<int16_t>(part);
-        c.n_parts = static_cast<int16_t>(parts);
-        c.n_older = r.length - r.n_new;
-        c.n_new = r.n_new;
-        c.first_token = r.first_token;
-        chunks[first_chunk + j] = c;
-    }
+    const int n_units = w.column_tiles * cut.groups;
+    const int part = divide(j, __fdividef(1.f, static_cast<float>(n_units))), unit = j - part * n_units;
+    const int group = divide(unit, __fdividef(1.f, static_cast<float>(w.column_tiles)));
+    Chunk c;
+    c.row = row;
+    c.head = static_cast<int16_t>(group * cut.heads);
+    c.column_tile = static_cast<int16_t>(unit - group * w.column_tiles);
+    c.block_begin = w.part_begin(part);
+    c.block_end = w.part_begin(part + 1);
+    c.first_slot = first_chunk + unit * w.parts;
+    c.part = static_cast<int16_t>(part);
+    c.n_parts = static_cast<int16_t>(w.parts);
+    c.n_older = r.length - r.n_new;
+    c.n_new = r.n_new;
+    c.first_token = r.first_token;
+    return c;
 }
 
-/* By all kTeamThreads threads. rows: those of the plan. */
-__device__ inline void make_schedule(const ScheduleInput &in, const hkv_plan_row *rows, const Schedule &out, Scratch &s)
+/* The last of n rows whose first chunk is not beyond j. */
+__device__ inline int row_of_chunk(const int *first_chunk, int n, int j)
 {
-    load_rows(in, rows, 0, s);
-    const Cut cut = find_cut(in, rows, out.n_workers, s);
-    int n_chunks = 0;
-    for (int base = 0; base < in.n_rows; base += kTeamThreads) {
-        const int here = min(kTeamThreads, in.n_rows - base), i = threadIdx.x;
-        int n = 0, total;
-        if (in.n_rows > kTeamThreads) load_rows(in, rows, base, s);
-        if (i < here) n = s.column_tiles[i] * n_parts(s.weight[i], s.n_cold[i], cut.size) * (in.n_kv_heads / cut.heads);
-        s.first_chunk[i] = n_chunks + scan_threads(n, &total, s.warp_sums);
-        n_chunks += total;
-        __syncthreads();
-        for (int row = threadIdx.x / 32; row < here; row += kTeamWarps)
-            write_chunks(in, rows[base + row], base + row, cut, s.first_chunk[row], out.chunks);
+    int low = 0, high = n;
+#pragma unroll 1
+    while (high - low > 1) {
+        const int middle = (low + high) / 2;
+        if (first_chunk[middle] <= j)
+            low = middle;
+        else
+            high = middle;
     }
-    if (threadIdx.x == 0) {
+    return low;
+}
+
+/* By all schedulers; row_at(r) is row r of the plan. Whatever the rows are, no more is written than there is room for.
+ */
+template <typename R>
+__device__ __forceinline__ void make_schedule(const ScheduleInput &in, const R &row_at, const Schedule &out, Scratch &s)
+{
+    load_rows(in, row_at, 0, s);
+    const Cut cut = find_cut(in, row_at, out.n_workers, s);
+    const float inverse_size = __fdividef(1.f, static_cast<float>(cut.size));
+    const int i = thread();
+    int n_chunks = 0;
+#pragma unroll 1
+    for (int base = 0; base < in.n_rows; base += kSchedulers) {
+        const int here = min(kSchedulers, in.n_rows - base);
+        int n = 0, n_here;
+        if (in.n_rows > kSchedulers) load_rows(in, row_at, base, s);
+        if (i < here) {
+            s.work[i].parts = s.work[i].n_parts(inverse_size);
+            n = s.work[i].column_tiles * cut.groups * s.work[i].parts;
+        }
+        s.first_chunk[i] = n_chunks + scan_threads(n, &n_here, s.warp_sums);
+        sync();
+        const int end = min(n_chunks + n_here, out.max_chunks);
+#pragma unroll 1
+        for (int j = n_chunks + i; j < end; j += kSchedulers) {
+            const int row = row_of_chunk(s.first_chunk, here, j), first = s.first_chunk[row];
+            out.chunks[j] = make_chunk(s.work[row], s.rows[row], base + row, cut, first, j - first);
+        }
+        n_chunks = end;
+    }
+    if (i == 0) {
         *out.n_chunks = n_chunks;
         *out.heads_per_chunk = cut.heads;
     }

@@ -267,8 +267,9 @@ void check_plans(bool quick)
         {6, 400, 5, 100, 1, 20, 600, 400, true},    /* fewer pages than rows need */
         {32, 9000, 96, 32, 1, 40, 2000, 300, true}, /* the guaranteed pool */
         {32, 9000, 70, 64, 0, 40, 2000, 300, true},      {9, 900, 40, 128, 2, 64, 900, 300, false}, /* bits 0 */
+        {1, 5000, 8, 32, 0, 2050, 400, 100, true},                                                  /* one long row */
         {64, 90000, 2500, 200, 2, 130, 3000, 100, true}, /* more pages than threads */
-        {1100, 90000, 3400, 64, 1, 12, 9000, 40, true},  /* more rows, tokens and segments than threads */
+        {1100, 90000, 3400, 64, 1, 12, 9000, 60, true},  /* more rows, tokens and segments than threads */
     };
     for (size_t i = 0; i < shapes.size(); i++) {
         plan_check::Shape shape = shapes[i];

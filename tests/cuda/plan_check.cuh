@@ -146,7 +146,8 @@ class Engine
   private:
     struct Row {
         int length = 0;
-        int copy_of = 0; /* block that the next write is to copy from */
+        int copy_of = 0;        /* block that the next write is to copy from */
+        bool is_shared = false; /* another row may have its blocks */
         std::vector<int> blocks;
     };
     int below(int n)
@@ -172,20 +173,35 @@ class Engine
     {
         for (Row &row : rows_) {
             const int what = below(24);
-            if (what == 0) row.length = 0;
+            if (what == 0) end(row);
             if (what == 1) fork(row, rows_[below(s_.n_rows)]);
-            if (what == 2) row.length -= below(std::min(row.length, 80) + 1);
-            if (what == 3) row.length = below(s_.width * hkv::kBlockTokens / 2);
+            if (what == 2) cut(row, row.length - below(std::min(row.length, 80) + 1));
+            if (what == 3) cut(row, below(s_.width * hkv::kBlockTokens / 2));
             if (what == 4) header(any_block()).stamp = 0;
-            if (what == 0)
-                for (int &b : row.blocks) b = fresh_block();
         }
     }
-    void fork(Row &row, const Row &source)
+    void end(Row &row)
     {
+        row = {0, 0, false, std::move(row.blocks)};
+        for (int &b : row.blocks) b = fresh_block();
+    }
+    void fork(Row &row, Row &source)
+    {
+        source.is_shared = true;
         row = source;
+        own_end(row);
+    }
+    /* Rows that share blocks seldom write into one of them: then the step is refused. */
+    void cut(Row &row, int length)
+    {
+        row.length = length;
+        if (row.is_shared && below(4 * s_.n_rows)) own_end(row);
+    }
+    /* New blocks from where the row is written next. */
+    void own_end(Row &row)
+    {
         const size_t first = row.length / hkv::kBlockTokens;
-        if (first < row.blocks.size() && row.length % hkv::kBlockTokens) row.copy_of = row.blocks[first];
+        row.copy_of = first < row.blocks.size() && row.length % hkv::kBlockTokens ? row.blocks[first] : 0;
         for (size_t b = first; b < row.blocks.size(); b++) row.blocks[b] = fresh_block();
     }
     void make_batch()
@@ -202,6 +218,7 @@ class Engine
             const int room = std::min(s_.width * hkv::kBlockTokens - row.length, s_.max_new_tokens - cu[r]);
             const int kind = below(12), wanted = kind < 7 ? 1 : kind < 10 ? 1 + below(8) : kind < 11 ? below(200) : 0;
             const int n_new = std::min(room, wanted);
+            const bool is_written = below(40);
             row.length += n_new;
             cu[r + 1] = cu[r] + n_new;
             lengths[r] = below(30) ? row.length : 0; /* 0: padding, whatever its slots */
@@ -210,7 +227,7 @@ class Engine
             for (int b = 0; b < s_.width; b++) table[r * s_.width + b] = row.blocks[b];
             for (int i = 0; i < n_new; i++) {
                 const int position = row.length - n_new + i;
-                slots[cu[r] + i] = below(200) ? int64_t(row.blocks[position / hkv::kBlockTokens]) * hkv::kBlockTokens +
+                slots[cu[r] + i] = is_written ? int64_t(row.blocks[position / hkv::kBlockTokens]) * hkv::kBlockTokens +
                                                     position % hkv::kBlockTokens
                                               : -1;
             }
@@ -249,6 +266,9 @@ class Engine
             break;
         case 6:
             slots[token] += 1;
+            break;
+        case 7:
+            slots[token] = -1;
             break;
         }
     }
@@ -325,7 +345,7 @@ class Engine
     {
         const hkv::Schedule &made = there.schedule, &separate = there.separate;
         const int n = *made.n_chunks, heads = *made.heads_per_chunk;
-        if (n != *separate.n_chunks || heads != *separate.heads_per_chunk ||
+        if (n != *separate.n_chunks || (n > 0 && heads != *separate.heads_per_chunk) ||
             std::memcmp(made.chunks, separate.chunks, n * sizeof(hkv::Chunk)))
             return "schedules differ";
         if (n > made.max_chunks) return "too many chunks";
