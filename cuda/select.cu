@@ -14,9 +14,10 @@
  * of threads ranks all its records. Many more (row, head) than slots are taken in rounds, unsplit.
  *
  * Ranking. Keys are 32-bit integers in the order of the floats. A histogram of 2,048 bins over the range that occurs
- * leaves few keys in the bin where the k-th lies; those are compared with one another. Where many are equal, the next
- * field decides (bound, then block). The code is kept short: it runs once a launch, so that fetching it costs as much
- * as executing it. sparse_min_mass bisects, with masses in fixed point, which add up the same in any order.
+ * leaves few keys in the bin where the k-th lies; those are compared with one another. That is done on keys in shared
+ * memory, without branches, as the ranking is a chain that one block of threads runs alone. Where many keys are equal,
+ * the next field decides (bound, then block), and very long rows stay in global memory: shorter code, slower.
+ * sparse_min_mass bisects, with masses in fixed point, which add up the same in any order.
  *
  * Bytes. 64 of every record's header, 4 D more of an L2 record, once, from all multiprocessors at a time.
  */
@@ -38,6 +39,7 @@ constexpr int kBatchTiles = 8;   /* of query columns in shared memory */
 constexpr int kMaxSlots = 1024;
 constexpr int kStaged = 4096; /* candidates that fit into shared memory */
 constexpr int kBins = 2048, kBinBits = 11;
+constexpr int kAtOnce = 8;       /* keys that a thread loads at a time */
 constexpr int kListed = 32;      /* keys that are compared with one another */
 constexpr int kArrivalBits = 12; /* of a slot's counter; above them the number of its L2 records */
 constexpr double kMassUnit = 1ll << 36;
@@ -196,6 +198,7 @@ template <int kSteps> struct KeyParams {
         constexpr float kMiddle = 0.5f * (HKV_CODE_MAX + HKV_CODE_MIN), kHalf = 0.5f * (HKV_CODE_MAX - HKV_CODE_MIN);
         const int lane = threadIdx.x % 32, c = lane % 4;
         float bound = -INFINITY;
+#pragma unroll 1
         for (int n = 0; n * kTileColumns < n_columns; n++) {
             float sums[4] = {}, spread[4] = {};
 #pragma unroll
@@ -220,7 +223,7 @@ template <int kSteps> struct KeyParams {
 
 /* Shared memory of the ranking. Between searches bins and n_listed are zero. */
 struct Ranking {
-    uint32_t bins[kBins];
+    uint32_t bins[kBins + 1];
     uint32_t list[kListed][3]; /* ranks: field by field, larger comes first */
     uint32_t low[kWarps], high[kWarps], sums[kWarps];
     Mass masses[kWarps];
@@ -240,6 +243,18 @@ template <typename F> __device__ __forceinline__ void for_each(const uint32_t *k
         f(i + 3, four.w);
     }
 }
+
+/* Of keys. */
+struct Range {
+    uint32_t low = ~0u, high = 0;
+
+    /* 0 is no key. */
+    __device__ __forceinline__ void include(const uint4 &keys)
+    {
+        low = min(min(low, keys.x - 1u), min(min(keys.y - 1u, keys.z - 1u), keys.w - 1u)); /* 1 too low so far */
+        high = max(max(high, keys.x), max(max(keys.y, keys.z), keys.w));
+    }
+};
 
 /* The least and largest of all threads. */
 __device__ void block_range(Ranking &r, uint32_t &least, uint32_t &largest)
@@ -267,9 +282,9 @@ __device__ Mass block_sum(Ranking &r, Mass x)
     return x;
 }
 
-/* A slot's L2 records; whoever is taken is no candidate any more. */
-struct Selection {
-    const Candidates &candidates;
+/* A slot's L2 records, in shared memory if kIsStaged; whoever is taken is no candidate any more. */
+template <bool kIsStaged> struct Selection {
+    Candidates candidates;
     Ranking &r;
     uint32_t *mask;
     int n; /* blocks */
@@ -300,16 +315,17 @@ struct Selection {
             return second_keys[i] == second ? ~static_cast<uint32_t>(i) : 0;
         }
     };
-    /* Narrow low .. high down to the bin of a histogram over it in which the `need`-th largest value lies. Returns how
-     * many lie there; need becomes the place among them. */
-    __device__ uint32_t narrow(const Order &order, uint32_t &low, uint32_t &high, uint32_t &need) const
+    /* Bits by which values of low .. high are shifted so that they fit the bins. */
+    static __device__ __forceinline__ int bin_shift(uint32_t low, uint32_t high)
+    {
+        return max(0, 32 - __clz(static_cast<int>(high - low)) - kBinBits);
+    }
+    /* The histogram over low .. high is complete after a barrier: narrow low .. high down to the bin in which the
+     * `need`-th largest value lies. Returns how many lie there; need becomes the place among them. */
+    __device__ uint32_t narrow_to_bin(uint32_t &low, uint32_t &high, uint32_t &need) const
     {
         constexpr int kPerThread = kBins / kThreads;
-        const int shift = max(0, 32 - __clz(static_cast<int>(high - low)) - kBinBits);
-        for_each(order.keys, n, [&](int i, uint32_t key) {
-            const uint32_t x = order.value(i, key);
-            if (x >= low && x <= high) atomicAdd(&r.bins[(x - low) >> shift], 1u);
-        });
+        const int shift = bin_shift(low, high), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
         __syncthreads();
         const int first_bin = (kThreads - 1 - static_cast<int>(threadIdx.x)) * kPerThread; /* the first have the last */
         uint32_t own[kPerThread], upto = 0;
@@ -322,45 +338,53 @@ struct Selection {
 #pragma unroll
         for (int step = 1; step < 32; step <<= 1) {
             const uint32_t other = __shfl_up_sync(kFullWarp, upto, step);
-            if (static_cast<int>(threadIdx.x) % 32 >= step) upto += other;
+            if (lane >= step) upto += other;
         }
-        if (threadIdx.x % 32 == 31) r.sums[threadIdx.x / 32] = upto;
+        if (lane == 31) r.sums[warp] = upto;
         __syncthreads();
+        upto += __reduce_add_sync(kFullWarp, lane < warp ? r.sums[lane] : 0u);
+        uint32_t before = upto - total;
+        if (before < need && need <= upto) {
+            int i = kPerThread - 1;
 #pragma unroll
-        for (int w = 0; w < kWarps; w++)
-            if (w < static_cast<int>(threadIdx.x) / 32) upto += r.sums[w];
-        if (upto - total < need && need <= upto) {
-            uint32_t before = upto - total;
-#pragma unroll
-            for (int i = kPerThread - 1; i >= 0; i--) {
-                if (before < need && need <= before + own[i]) {
-                    r.bin = first_bin + i;
-                    r.before = before;
-                    r.in_bin = own[i];
+            for (int k = kPerThread - 1; k > 0; k--)
+                if (i == k && before + own[k] < need) {
+                    before += own[k];
+                    i--;
                 }
-                before += own[i];
-            }
+            uint32_t in_bin = own[0];
+#pragma unroll
+            for (int k = 1; k < kPerThread; k++) in_bin = i == k ? own[k] : in_bin;
+            r.bin = static_cast<uint32_t>(first_bin + i);
+            r.before = before;
+            r.in_bin = in_bin;
         }
         __syncthreads();
         need -= r.before;
         low += r.bin << shift;
-        high = min(high, low + (1u << shift) - 1u);
+        high = low + min(high - low, (1u << shift) - 1u); /* low + 2^shift may not fit */
         return r.in_bin;
     }
-    /* Take all candidates above `high`, and the first `need` of those in low .. high, if they are to be listed. */
-    __device__ void take_from(const Order &order, uint32_t low, uint32_t high, uint32_t need, bool is_listed) const
+    __device__ uint32_t narrow(const Order &order, uint32_t &low, uint32_t &high, uint32_t &need) const
     {
+        const int shift = bin_shift(low, high);
         for_each(order.keys, n, [&](int i, uint32_t key) {
             const uint32_t x = order.value(i, key);
-            if (x > high) return take(i);
-            if (x < low || !is_listed) return;
-            uint32_t *rank = r.list[atomicAdd(&r.n_listed, 1)];
-            rank[0] = key;
-            rank[1] = order.second_keys[i];
-            rank[2] = ~static_cast<uint32_t>(i);
+            if (x >= low && x <= high) atomicAdd(&r.bins[(x - low) >> shift], 1u);
         });
+        return narrow_to_bin(low, high, need);
+    }
+    __device__ __forceinline__ void list(int i, uint32_t key, uint32_t second) const
+    {
+        uint32_t *rank = r.list[atomicAdd(&r.n_listed, 1)];
+        rank[0] = key;
+        rank[1] = second;
+        rank[2] = ~static_cast<uint32_t>(i);
+    }
+    /* Take the first `need` of those who are listed. */
+    __device__ void take_listed(uint32_t need) const
+    {
         __syncthreads();
-        if (!is_listed) return;
         const int n_listed = r.n_listed;
         if (static_cast<int>(threadIdx.x) < n_listed) {
             const uint32_t *own = r.list[threadIdx.x];
@@ -377,12 +401,68 @@ struct Selection {
         __syncthreads();
         if (threadIdx.x == 0) r.n_listed = 0;
     }
-    /* Take the first k of an order, whose keys lie in low .. high. There are more candidates. */
-    __device__ void take_first(uint32_t k, const uint32_t *keys, const uint32_t *second_keys, uint32_t low,
-                               uint32_t high) const
+    /* Take all candidates above `high`, and the first `need` of those in low .. high, if they are to be listed. */
+    __device__ void take_from(const Order &order, uint32_t low, uint32_t high, uint32_t need, bool is_listed) const
     {
-        Order order = {keys, second_keys};
+        for_each(order.keys, n, [&](int i, uint32_t key) {
+            const uint32_t x = order.value(i, key);
+            if (x > high) return take(i);
+            if (x >= low && is_listed) list(i, key, order.second_keys[i]);
+        });
+        if (is_listed)
+            take_listed(need);
+        else
+            __syncthreads();
+    }
+    /* The same two for an order whose first field decides, without branches and with all loads at once. A warp looks
+     * at 32 consecutive candidates, one word of the mask. */
+    __device__ uint32_t narrow_by_key(const uint32_t *keys, uint32_t &low, uint32_t &high, uint32_t &need) const
+    {
+        const int shift = bin_shift(low, high);
+#pragma unroll 1
+        for (int base = threadIdx.x; base < n; base += kAtOnce * kThreads) {
+            uint32_t key[kAtOnce];
+#pragma unroll
+            for (int j = 0; j < kAtOnce; j++) key[j] = base + j * kThreads < n ? keys[base + j * kThreads] : 0;
+#pragma unroll
+            for (int j = 0; j < kAtOnce; j++) {
+                const bool is_open = key[j] - low <= high - low;
+                atomicAdd(&r.bins[is_open ? (key[j] - low) >> shift : kBins], 1u); /* bin kBins: nobody looks there */
+            }
+        }
+        return narrow_to_bin(low, high, need);
+    }
+    __device__ void take_by_key(const Order &order, uint32_t low, uint32_t high, uint32_t need) const
+    {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+        for (int base = 0; base < n; base += kAtOnce * kThreads) {
+            uint32_t key[kAtOnce], taken = 0;
+#pragma unroll
+            for (int j = 0; j < kAtOnce; j++) {
+                const int i = base + j * kThreads + threadIdx.x;
+                key[j] = i < n ? order.keys[i] : 0;
+            }
+#pragma unroll
+            for (int j = 0; j < kAtOnce; j++) {
+                const int i = base + j * kThreads + threadIdx.x;
+                const uint32_t bits = __ballot_sync(kFullWarp, key[j] > high);
+                if (lane == j) taken = bits;
+                if (key[j] > high) candidates.bounds()[i] = candidates.histories()[i] = 0;
+                if (key[j] - low <= high - low) list(i, key[j], order.second_keys[i]);
+            }
+            if (taken) atomicOr(mask + base / 32 + lane * kWarps + warp, taken);
+        }
+        take_listed(need);
+    }
+    /* Take the first k of an order, whose keys lie in low .. high. There are more candidates than k. */
+    __device__ void take_first(Order order, uint32_t k, uint32_t low, uint32_t high) const
+    {
         uint32_t n_open = ~0u;
+        if (kIsStaged) {
+            while (n_open > kListed && low < high) n_open = narrow_by_key(order.keys, low, high, k);
+            if (n_open <= kListed) return take_by_key(order, low, high, k);
+        }
         for (;;) {
             while (n_open > kListed && low < high) n_open = narrow(order, low, high, k);
             take_from(order, low, high, k, n_open <= kListed);
@@ -437,6 +517,29 @@ struct Selection {
             n_taken++;
         });
         return static_cast<int>(block_sum(r, n_taken));
+    }
+
+    /* The rule. There are more candidates than top_k; their keys lie in the ranges. Returns how many are taken, to
+     * thread 0. */
+    __device__ int run(int top_k, const Range &bounds, const Range &histories, float scale, float min_mass) const
+    {
+        const float largest = float_of_key(bounds.high);
+        const bool has_histories = histories.low < histories.high; /* else the order is that of bounds */
+        const uint32_t n_by_bound = static_cast<uint32_t>(top_k + 1) / 2, n_by_history = top_k - n_by_bound;
+        Mass allowed = 0;
+        if (min_mass > 0.f)
+            allowed = static_cast<Mass>(static_cast<double>(mass_from(0, 0, scale, largest)) *
+                                        (1.0 - static_cast<double>(min_mass)));
+#pragma unroll 1
+        for (int pass = 0; pass < (n_by_history ? 2 : 1); pass++) {
+            const bool by_history = pass == 1 && has_histories;
+            take_first({by_history ? candidates.histories() : candidates.bounds(), candidates.bounds()},
+                       pass == 0 ? n_by_bound : n_by_history, by_history ? histories.low : bounds.low,
+                       by_history ? histories.high : bounds.high);
+        }
+        if (min_mass <= 0.f) return top_k;
+        const Mass left = mass_from(0, 0, scale, largest);
+        return top_k + (left > allowed ? take_mass(left - allowed, scale, largest) : 0);
     }
 };
 
@@ -519,6 +622,13 @@ __device__ void survey(const SelectParams &p, const Item &item, const Candidates
     }
 }
 
+__device__ __forceinline__ uint32_t add_acquire_release(uint32_t *p, uint32_t x)
+{
+    uint32_t old;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(old) : "l"(p), "r"(x) : "memory");
+    return old;
+}
+
 /* Count this block of threads in; true for the last of n, to which all others' writes are visible. shared.n_l2 then is
  * the slot's. */
 template <int kSteps> __device__ bool arrive_last(uint32_t *counter, int n, Shared<kSteps> &shared)
@@ -526,14 +636,12 @@ template <int kSteps> __device__ bool arrive_last(uint32_t *counter, int n, Shar
     __syncthreads();
     if (n == 1) return true;
     if (threadIdx.x == 0) {
-        __threadfence();
-        const uint32_t sum = atomicAdd(counter, static_cast<uint32_t>(shared.n_l2) << kArrivalBits | 1u);
+        const uint32_t sum = add_acquire_release(counter, static_cast<uint32_t>(shared.n_l2) << kArrivalBits | 1u);
         shared.is_last = (sum & ((1u << kArrivalBits) - 1u)) == static_cast<uint32_t>(n - 1);
         if (shared.is_last) {
             shared.n_l2 += static_cast<int>(sum >> kArrivalBits);
             *counter = 0;
         }
-        __threadfence();
     }
     __syncthreads();
     return shared.is_last;
@@ -544,44 +652,31 @@ template <int kSteps> __device__ bool arrive_last(uint32_t *counter, int n, Shar
 template <int kSteps>
 __device__ int choose(const SelectParams &p, const Item &item, const Candidates &slot, Shared<kSteps> &shared)
 {
-    const bool is_staged = item.n_blocks <= kStaged, has_mass = p.min_mass > 0.f;
-    const Candidates candidates = is_staged ? Candidates{reinterpret_cast<uint32_t *>(shared.staged), kStaged} : slot;
-    const auto widen = [](uint32_t &low, uint32_t &high, const uint4 &keys) {
-        low = min(min(low, keys.x - 1u), min(min(keys.y - 1u, keys.z - 1u), keys.w - 1u)); /* leaves 0 out */
-        high = max(max(high, keys.x), max(max(keys.y, keys.z), keys.w));
-    };
-    uint32_t least_bound = ~0u, largest_bound = 0, least_history = ~0u, largest_history = 0;
-#pragma unroll 2
+    const Candidates staged = {reinterpret_cast<uint32_t *>(shared.staged), kStaged};
+    const bool is_staged = item.n_blocks <= kStaged;
+    Range bounds, histories;
+#pragma unroll 4
     for (int i = 4 * threadIdx.x; i < item.n_blocks; i += 4 * kThreads) {
-        const uint4 bounds = __ldcg(reinterpret_cast<const uint4 *>(slot.bounds() + i));
-        const uint4 histories = __ldcg(reinterpret_cast<const uint4 *>(slot.histories() + i));
-        widen(least_bound, largest_bound, bounds);
-        widen(least_history, largest_history, histories);
+        const uint4 four_bounds = __ldcg(reinterpret_cast<const uint4 *>(slot.bounds() + i));
+        const uint4 four_histories = __ldcg(reinterpret_cast<const uint4 *>(slot.histories() + i));
+        bounds.include(four_bounds);
+        histories.include(four_histories);
         if (!is_staged) continue;
-        *reinterpret_cast<uint4 *>(candidates.bounds() + i) = bounds;
-        *reinterpret_cast<uint4 *>(candidates.histories() + i) = histories;
-        if (has_mass)
-            *reinterpret_cast<uint32_t *>(candidates.n_tokens() + i) =
+        *reinterpret_cast<uint4 *>(staged.bounds() + i) = four_bounds;
+        *reinterpret_cast<uint4 *>(staged.histories() + i) = four_histories;
+        if (p.min_mass > 0.f)
+            *reinterpret_cast<uint32_t *>(staged.n_tokens() + i) =
                 __ldcg(reinterpret_cast<const uint32_t *>(slot.n_tokens() + i));
     }
-    block_range(shared.ranking, least_bound, largest_bound);
-    block_range(shared.ranking, least_history, largest_history);
-    const Selection selection = {candidates, shared.ranking, item.mask(p), item.n_blocks};
-    const float largest = float_of_key(largest_bound);
-    Mass allowed = 0;
-    if (has_mass)
-        allowed = static_cast<Mass>(static_cast<double>(selection.mass_from(0, 0, p.scale, largest)) *
-                                    (1.0 - static_cast<double>(p.min_mass)));
-    const int n_by_bound = (p.top_k + 1) / 2;
-#pragma unroll 1
-    for (int by_history = 0; by_history <= (p.top_k > 1); by_history++)
-        selection.take_first(by_history ? p.top_k - n_by_bound : n_by_bound,
-                             by_history ? candidates.histories() : candidates.bounds(), candidates.bounds(),
-                             (by_history ? least_history : least_bound) + 1u,
-                             by_history ? largest_history : largest_bound);
-    if (!has_mass) return p.top_k;
-    const Mass left = selection.mass_from(0, 0, p.scale, largest);
-    return p.top_k + (left > allowed ? selection.take_mass(left - allowed, p.scale, largest) : 0);
+    block_range(shared.ranking, bounds.low, bounds.high);
+    block_range(shared.ranking, histories.low, histories.high);
+    bounds.low++;
+    histories.low++;
+    uint32_t *mask = item.mask(p);
+    return is_staged ? Selection<true>{staged, shared.ranking, mask, item.n_blocks}.run(p.top_k, bounds, histories,
+                                                                                        p.scale, p.min_mass)
+                     : Selection<false>{slot, shared.ranking, mask, item.n_blocks}.run(p.top_k, bounds, histories,
+                                                                                       p.scale, p.min_mass);
 }
 
 template <int kSteps>
@@ -608,7 +703,7 @@ __global__ void __launch_bounds__(kThreads, kSteps > 8 ? 1 : 2) select_kernel(co
         survey(p, item, slot, begin, end, shared, start);
         if (!arrive_last(counters + blockIdx.y, n_active, shared) || shared.n_l2 == 0) continue;
         if (shared.n_l2 <= p.top_k) {
-            Selection{slot, shared.ranking, item.mask(p), item.n_blocks}.take_all();
+            Selection<false>{slot, shared.ranking, item.mask(p), item.n_blocks}.take_all();
             continue;
         }
         const int n_taken = choose(p, item, slot, shared);

@@ -417,6 +417,17 @@ void check_selections(bool quick)
         check_selection("long row " + std::to_string(older), s, {1, 0.01, 1000, 0}, {128, 0});
         check_selection("long row, all of one history " + std::to_string(older), s, {1, 0.2, 1, 0}, {128, 0.9f});
     }
+    for (int blocks = 2350; blocks < 2354; blocks++) { /* ties up to the very first block, in more blocks than bins */
+        Spec s;
+        s.bits = 4;
+        s.dim = 64;
+        s.hot_pages = false;
+        s.older = {blocks * 64};
+        s.n_new = {1};
+        for (int top_k : {1, 2, 7, 200})
+            check_selection("long row, all the same, " + std::to_string(blocks) + " blocks, k " + std::to_string(top_k),
+                            s, {1, 1, 1, 0}, {top_k, 0});
+    }
     {
         Spec s; /* 110,000 blocks */
         s.bits = 4;
