@@ -236,6 +236,7 @@ template <typename S> __global__ void __launch_bounds__(kThreads, 1) mass_kernel
 
 cudaError_t launch_mass(const MassParams &params, cudaStream_t stream)
 {
+    if (params.n_rows < 1) return cudaSuccess;
     int device = 0, n_sms = 0;
     cudaError_t status = cudaGetDevice(&device);
     if (status == cudaSuccess) status = cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device);

@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(32)
 cudaError_t launch_prefetch_hot(const LayerView &layer, const hkv_plan &plan, int n_rows, const int32_t *page_n_tokens,
                                 cudaStream_t stream)
 {
-    if (layer.format.bits == 0) return cudaSuccess;
+    if (layer.format.bits == 0 || n_rows < 1) return cudaSuccess;
     const dim3 grid(static_cast<unsigned>(plan.hot_stride), static_cast<unsigned>(n_rows));
     prefetch_kernel<<<grid, 32, 0, stream>>>(layer, plan, page_n_tokens);
     return cudaGetLastError();

@@ -735,6 +735,7 @@ size_t select_workspace_bytes(int max_rows, int n_kv_heads, int64_t mask_words)
 
 cudaError_t launch_select(const SelectParams &params, cudaStream_t stream)
 {
+    if (params.n_rows < 1) return cudaSuccess;
     int device = 0, n_sms = 0;
     cudaError_t status = cudaGetDevice(&device);
     if (status == cudaSuccess) status = cudaDeviceGetAttribute(&n_sms, cudaDevAttrMultiProcessorCount, device);
