@@ -6,7 +6,7 @@
  * plain read of the same number of bytes in the same harness. Error is relative to double precision on the stored
  * values.
  */
-#include "../tests/cuda/harness.cuh"
+#include "cuda_timing.cuh"
 #include "../tests/cuda/plan_check.cuh"
 
 using namespace harness;
@@ -42,37 +42,6 @@ void add_row(const Row &row)
     if (row.error >= 0) std::printf("  error %.1e", row.error);
     std::printf("  %s\n", row.note.c_str());
     std::fflush(stdout);
-}
-
-/* Microseconds a launch: median of 15 replays of a graph of n launches. */
-template <typename F> double time_graph(int n, F launch)
-{
-    cudaStream_t stream;
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    cudaEvent_t begin, end;
-    CHECK_CUDA(cudaStreamCreate(&stream));
-    CHECK_CUDA(cudaEventCreate(&begin));
-    CHECK_CUDA(cudaEventCreate(&end));
-    CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < n; i++) launch(i, stream);
-    CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-    CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
-    std::vector<float> times;
-    for (int i = 0; i < 18; i++) {
-        float ms;
-        CHECK_CUDA(cudaEventRecord(begin, stream));
-        CHECK_CUDA(cudaGraphLaunch(exec, stream));
-        CHECK_CUDA(cudaEventRecord(end, stream));
-        CHECK_CUDA(cudaEventSynchronize(end));
-        CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-        if (i > 2) times.push_back(ms);
-    }
-    CHECK_CUDA(cudaGraphExecDestroy(exec));
-    CHECK_CUDA(cudaGraphDestroy(graph));
-    CHECK_CUDA(cudaStreamDestroy(stream));
-    std::sort(times.begin(), times.end());
-    return times[times.size() / 2] * 1e3 / n;
 }
 
 /* ------------------------------------------------------------------------------------------------------------ ceilings

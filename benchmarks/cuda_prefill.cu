@@ -4,9 +4,8 @@
  *
  * cuda_prefill_peers.py times PyTorch on the same shapes. Products: what causal attention needs, 4 D a query and key.
  */
-#include "../tests/cuda/harness.cuh"
-
 #include "../cuda/prefill.cuh"
+#include "cuda_timing.cuh"
 
 using namespace harness;
 
@@ -34,39 +33,6 @@ const Shape shapes[] = {
     {"2K over 30K, INT8, D 256", 1, 30720, 2048, 256, 8, HKV_BF16},
     {"2K over 30K, INT8, D 96", 1, 30720, 2048, 96, 8, HKV_BF16},
 };
-
-/* Microseconds a launch: median of 9 replays of a graph of n launches. */
-template <typename F> double time_graph(int n, F launch)
-{
-    cudaStream_t stream;
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    cudaEvent_t begin, end;
-    CHECK_CUDA(cudaStreamCreate(&stream));
-    CHECK_CUDA(cudaEventCreate(&begin));
-    CHECK_CUDA(cudaEventCreate(&end));
-    CHECK_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-    for (int i = 0; i < n; i++) launch(i, stream);
-    CHECK_CUDA(cudaStreamEndCapture(stream, &graph));
-    CHECK_CUDA(cudaGraphInstantiate(&exec, graph, 0));
-    std::vector<float> times;
-    for (int i = 0; i < 11; i++) {
-        float ms;
-        CHECK_CUDA(cudaEventRecord(begin, stream));
-        CHECK_CUDA(cudaGraphLaunch(exec, stream));
-        CHECK_CUDA(cudaEventRecord(end, stream));
-        CHECK_CUDA(cudaEventSynchronize(end));
-        CHECK_CUDA(cudaEventElapsedTime(&ms, begin, end));
-        if (i > 1) times.push_back(ms);
-    }
-    CHECK_CUDA(cudaGraphExecDestroy(exec));
-    CHECK_CUDA(cudaGraphDestroy(graph));
-    CHECK_CUDA(cudaEventDestroy(begin));
-    CHECK_CUDA(cudaEventDestroy(end));
-    CHECK_CUDA(cudaStreamDestroy(stream));
-    std::sort(times.begin(), times.end());
-    return 1e3 * times[times.size() / 2] / n;
-}
 
 hkv::PrefillParams prefill_params(const Case &c, int copy)
 {
