@@ -721,6 +721,7 @@ template <typename S, bool kProgressive> struct Consumer {
         const hkv_format &f = p.layer.format;
         const Tally t = control.tallies[warp];
         const Count whole = hkv_record_prefix_bytes(&f, hkv_record_precision(f.planes));
+        const unsigned n_refined = kProgressive ? t.n_refined : f.planes & HKV_PLANE_K_LOW ? t.n_records : 0;
         Count n_bytes = static_cast<Count>(t.n_rows) * static_cast<Count>(row_tokens(kProgressive) * f.row_bytes);
         if (kProgressive)
             n_bytes += static_cast<Count>(t.n_records) * f.int4_bytes +
@@ -730,7 +731,7 @@ template <typename S, bool kProgressive> struct Consumer {
             n_bytes += static_cast<Count>(t.n_records) * whole;
         atomicAdd(reinterpret_cast<Count *>(&p.counters->n_records_read), static_cast<Count>(t.n_records));
         atomicAdd(reinterpret_cast<Count *>(&p.counters->n_records_skipped), static_cast<Count>(t.n_skipped));
-        atomicAdd(reinterpret_cast<Count *>(&p.counters->n_records_refined), static_cast<Count>(t.n_refined));
+        atomicAdd(reinterpret_cast<Count *>(&p.counters->n_records_refined), static_cast<Count>(n_refined));
         atomicAdd(reinterpret_cast<Count *>(&p.counters->n_bytes_read), n_bytes);
         atomicAdd(&p.counters->skipped_mass, static_cast<double>(t.skipped_share));
     }

@@ -1,7 +1,7 @@
 """The binding for CUDA: where tensors must lie, which stream their producers are given, what is refused, who lives on.
 
-Needs a GPU, or a stand-in for one: on machines without, the last test builds tests/c/fake_cuda.c, puts it beside a copy
-of the package, and runs this file there.
+On machines without a GPU, the last test builds a stand-in (gpu.py) and runs this file and the graphs of
+test_cuda_graph.py there.
 """
 
 from __future__ import annotations
@@ -18,25 +18,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_dlpack import OnCuda, Wrapped, half
+from gpu import IS_STAND_IN, N_DEVICES, OnCuda, Wrapped, host_of, needs_device, needs_gpu, place
+from test_dlpack import half
 
 import hybridkv
-from hybridkv import ArgumentError, DtypeError, _core
+from hybridkv import ArgumentError, DtypeError
 
 ROOT = Path(__file__).parent.parent
-N_DEVICES = next(count for name, count, _ in _core.devices() if name == "cuda")
-IS_FAKE = N_DEVICES > 0 and not torch.cuda.is_available()
-needs_device = pytest.mark.skipif(N_DEVICES == 0, reason="no CUDA; test_on_a_stand_in runs this")
-needs_gpu = pytest.mark.skipif(N_DEVICES == 0 or IS_FAKE, reason="needs a GPU")
-
-
-def place(tensor: torch.Tensor, index: int = 0) -> Any:
-    """The tensor on a GPU."""
-    return OnCuda(tensor, index) if IS_FAKE else tensor.to(f"cuda:{index}")
-
-
-def host_of(tensor: Any) -> torch.Tensor:
-    return tensor.tensor if IS_FAKE else tensor.cpu()  # type: ignore[no-any-return]
 
 
 class Recorded(Wrapped):
@@ -115,7 +103,7 @@ def test_tensors_elsewhere_are_refused(name: str) -> None:
     with cache.step([sequence], [3]) as step:
         placed = {key: place(x) for key, x in tensors.items()}
         wrong = [(tensors[name], "cpu"), (tensors[name].numpy(), "cpu"), (Wrapped(tensors[name]), "cpu")]
-        if IS_FAKE or torch.cuda.device_count() > 1:
+        if IS_STAND_IN or torch.cuda.device_count() > 1:
             wrong.append((place(tensors[name], 1), "cuda:1"))
         for x, device in wrong:
             with pytest.raises(ArgumentError, match=rf"{name}: .* on cuda:0, got one on {device}") as caught:
@@ -129,7 +117,7 @@ def test_managed_memory_is_device_memory() -> None:
     cache = make()
     sequence = cache.add_sequence()
     x = place(half(3, 2, 32))
-    if IS_FAKE:
+    if IS_STAND_IN:
         x.device = (13, 0)
     with cache.step([sequence], [3]) as step:
         step.attend(0, x, x, x, out=place(half(3, 2, 32)))
@@ -212,8 +200,8 @@ def test_producers_are_told_the_stream(versioned: bool) -> None:
     cache = make()
     sequence = cache.add_sequence()
     with torch.cuda.stream(None):
-        own = 0x7F00 if IS_FAKE else torch.cuda.Stream().cuda_stream  # torch knows no per-thread stream, 2
-        for stream, told in ((None, 1), (0, 1), (1, 1), (own, own), *([(2, 2)] if IS_FAKE else [])):
+        own = 0x7F00 if IS_STAND_IN else torch.cuda.Stream().cuda_stream  # torch knows no per-thread stream, 2
+        for stream, told in ((None, 1), (0, 1), (1, 1), (own, own), *([(2, 2)] if IS_STAND_IN else [])):
             tensors = [Recorded(half(1, 2, 32), versioned=versioned) for _ in range(4)]
             with cache.step([sequence], [1], stream=stream) as step:
                 step.attend(0, *tensors[:3], out=tensors[3], stream=stream)
@@ -313,7 +301,7 @@ def test_index_arrays_with_gaps_are_refused() -> None:
     arrays = batch(
         cu_new_tokens=place(torch.tensor([0, 1, 3], dtype=torch.int32)),
         seq_lens=place(torch.tensor([1, 2], dtype=torch.int32)),
-        block_table=OnCuda(table[:, :2]) if IS_FAKE else table.cuda()[:, :2],
+        block_table=OnCuda(table[:, :2]) if IS_STAND_IN else table.cuda()[:, :2],
     )
     with pytest.raises(ArgumentError, match="block_table: must be contiguous, got stride 3"):
         store.begin(**arrays)
@@ -395,8 +383,10 @@ def test_on_a_stand_in(tmp_path: Path) -> None:
     package = Path(hybridkv.__file__).parent
     shutil.copytree(package, tmp_path / "hybridkv", ignore=shutil.ignore_patterns("_cuda.so", "__pycache__"))
     build_stand_in(tmp_path)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-W", "error", __file__]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "tests")])}
+    files = [__file__, str(ROOT / "tests/test_cuda_graph.py")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    search = os.pathsep.join([str(tmp_path), str(ROOT / "tests")])
+    environment = {**os.environ, "PYTHONPATH": search, "HYBRIDKV_SOAK_STEPS": "100"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no CUDA" not in done.stdout, "the stand-in was not found"

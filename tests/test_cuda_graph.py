@@ -5,16 +5,15 @@ HYBRIDKV_SOAK_STEPS sets the number of steps; a soak has 10,000.
 
 from __future__ import annotations
 
-import gc
 import os
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from devices import CUDA, attend, to_host
+from devices import attend
+from gpu import MEMORY, capture, host_of, needs_device, place, shared
 from reference import KvTable, relative_error
 
 import hybridkv
@@ -26,31 +25,31 @@ WINDOWS = [None, 100]
 ALLOWED = 6e-3
 CONFIG = {"skip_mass": 0.0, "refine_mass": 0.0}
 
-pytestmark = pytest.mark.parametrize("device", [CUDA])
+DEVICES = ("cpu", "cuda:0")
+
+pytestmark = [needs_device, pytest.mark.filterwarnings("ignore:quantization_bits 0")]
 
 
-def static(*shape: int, device: str) -> torch.Tensor:
-    """A tensor that keeps its address over all replays."""
-    return torch.zeros(*shape, dtype=torch.bfloat16, device=device)
+def static(*shape: int) -> torch.Tensor:
+    """A tensor on the GPU that keeps its address over all replays."""
+    return torch.zeros(*shape, dtype=torch.bfloat16, device=MEMORY)
 
 
-def capture(work: Callable[[], None]) -> Any:
-    """A graph of what `work` launches."""
-    gc.collect()  # caches that are freed during a capture would spoil it
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return graph
+def attend_on_gpu(step: Any, layer: int, *tensors: torch.Tensor) -> torch.Tensor:
+    """`attend` with tensors of the host; the output on the host."""
+    out = place(torch.full_like(tensors[0], float("nan")))
+    step.attend(layer, *(place(x) for x in tensors), out=out)
+    return host_of(out)
 
 
 class DecodeBuffers:
     """What a captured decode step of `ROWS` tokens reads and writes."""
 
-    def __init__(self, device: str) -> None:
-        self.q = [static(ROWS, Q_HEADS, DIM, device=device) for _ in range(LAYERS)]
-        self.k = [static(ROWS, KV_HEADS, DIM, device=device) for _ in range(LAYERS)]
-        self.v = [static(ROWS, KV_HEADS, DIM, device=device) for _ in range(LAYERS)]
-        self.out = [static(ROWS, Q_HEADS, DIM, device=device) for _ in range(LAYERS)]
+    def __init__(self) -> None:
+        self.q = [static(ROWS, Q_HEADS, DIM) for _ in range(LAYERS)]
+        self.k = [static(ROWS, KV_HEADS, DIM) for _ in range(LAYERS)]
+        self.v = [static(ROWS, KV_HEADS, DIM) for _ in range(LAYERS)]
+        self.out = [static(ROWS, Q_HEADS, DIM) for _ in range(LAYERS)]
 
     def fill(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Bring in n <= ROWS tokens; poison the outputs and what lies behind them."""
@@ -61,7 +60,11 @@ class DecodeBuffers:
 
     def attend(self, step: Any) -> None:
         for layer in range(LAYERS):
-            step.attend(layer, self.q[layer], self.k[layer], self.v[layer], out=self.out[layer])
+            tensors = [shared(x[layer]) for x in (self.q, self.k, self.v)]
+            step.attend(layer, *tensors, out=shared(self.out[layer]))
+
+    def results(self, n: int) -> list[torch.Tensor]:
+        return [out[:n].cpu() for out in self.out]
 
 
 @dataclass
@@ -75,7 +78,7 @@ class Row:
 class Managed:
     """A cache on the CPU and one on the GPU that get the same steps; decode steps of the GPU are replays."""
 
-    def __init__(self, bits: int, device: str) -> None:
+    def __init__(self, bits: int) -> None:
         config = hybridkv.HybridConfig(quantization_bits=bits, **CONFIG)
         self.caches = [
             hybridkv.Cache(
@@ -90,11 +93,10 @@ class Managed:
                 layer_windows=WINDOWS,
                 prefix_reuse=False,
             )
-            for where in ("cpu", device)
+            for where in DEVICES
         ]
-        self.device = device
         self.table = KvTable(LAYERS, KV_HEADS, DIM, torch.bfloat16)
-        self.buffers = DecodeBuffers(device)
+        self.buffers = DecodeBuffers()
         self.graph: Any = None
 
     def inputs(self, layer: int, rows: list[Row], new: list[list[int]]) -> tuple[torch.Tensor, ...]:
@@ -117,7 +119,7 @@ class Managed:
             assert relative_error(got[layer], wanted[layer]) < ALLOWED
 
     def prefill(self, step: Any, inputs: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-        return [attend(self.device, step, layer, *inputs[layer]) for layer in range(LAYERS)]
+        return [attend_on_gpu(step, layer, *inputs[layer]) for layer in range(LAYERS)]
 
     def decode(self, step: Any, inputs: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
         n = len(inputs[0][0])
@@ -128,7 +130,7 @@ class Managed:
         if self.graph is None:
             return self.prefill(step, inputs)
         step.replay(self.graph)
-        return [to_host(out[:n]) for out in self.buffers.out]
+        return self.buffers.results(n)
 
     def add(self, n: int, rng: random.Random) -> Row:
         row = Row((self.caches[0].add_sequence(), self.caches[1].add_sequence()))
@@ -147,23 +149,27 @@ class Managed:
             return
         del row.tokens[n:]
 
+    def read_on_gpu(self, row: Row, layer: int, first: int) -> list[torch.Tensor]:
+        kv = [static(len(row.tokens) - first, KV_HEADS, DIM) for _ in range(2)]
+        arguments = (row.handles[1].id, layer, first, len(row.tokens) - first)
+        self.caches[1]._core.read_tokens(*arguments, *(shared(x) for x in kv))
+        return [x.cpu() for x in kv]
+
     def check_content(self, row: Row) -> None:
         """Records, hot pages, tiers: the same bits on both."""
         for layer in range(LAYERS):
             first = 0 if WINDOWS[layer] is None else max(0, len(row.tokens) - 90)
-            stored = [
-                [to_host(x) for x in cache.read_tokens(handle, layer, first)]
-                for cache, handle in zip(self.caches, row.handles, strict=True)
-            ]
-            assert all(torch.equal(a, b) for a, b in zip(*stored, strict=True))
+            on_cpu = self.caches[0].read_tokens(row.handles[0], layer, first)
+            on_gpu = self.read_on_gpu(row, layer, first)
+            assert all(torch.equal(a, b) for a, b in zip(on_cpu, on_gpu, strict=True))
 
 
 @pytest.mark.parametrize("bits", [8, 4, 0])
-def test_managed_steps_replay(device: str, bits: int) -> None:
+def test_managed_steps_replay(bits: int) -> None:
     """begin outside the graph; sequences are added, grow, are truncated, freed and replaced between its replays."""
     torch.manual_seed(bits)
     rng = random.Random(bits)
-    pair = Managed(bits, device)
+    pair = Managed(bits)
     rows = [pair.add(rng.randint(1, 200), rng) for _ in range(ROWS)]
     for i in range(STEPS):
         action = rng.random()
@@ -191,27 +197,26 @@ def test_managed_steps_replay(device: str, bits: int) -> None:
 class Attached:
     """Two stores on equal pages; begin and all attends of the GPU's decode steps are one graph."""
 
-    def __init__(self, bits: int, device: str) -> None:
+    def __init__(self, bits: int) -> None:
         self.n_blocks = ROWS * 10 + 1
         self.width = 10
-        self.device = device
         config = hybridkv.HybridConfig(quantization_bits=bits, **CONFIG)
         sizes = {"num_layers": LAYERS, "num_kv_heads": KV_HEADS, "head_dim": DIM, "num_blocks": self.n_blocks}
         self.stores = [
             hybridkv.Store(
                 config, **sizes, dtype="bfloat16", max_rows=ROWS, max_new_tokens=1024, device=where, num_hot_pages=0
             )
-            for where in ("cpu", device)
+            for where in DEVICES
         ]
         shape = (LAYERS, self.n_blocks, KV_HEADS, self.stores[0].record_bytes)
-        self.pages = [torch.full(shape, 0xFF, dtype=torch.uint8, device=where) for where in ("cpu", device)]
-        for store, pages in zip(self.stores, self.pages, strict=True):
-            for layer in range(LAYERS):
-                store.bind_layer(layer, pages[layer])
+        self.pages = [torch.full(shape, 0xFF, dtype=torch.uint8, device=where) for where in ("cpu", MEMORY)]
+        for layer in range(LAYERS):
+            self.stores[0].bind_layer(layer, self.pages[0][layer])
+            self.stores[1].bind_layer(layer, shared(self.pages[1][layer]))
         self.table = KvTable(LAYERS, KV_HEADS, DIM, torch.bfloat16)
-        self.buffers = DecodeBuffers(device)
-        self.arrays = [x.to(device) for x in self.batch([None] * ROWS, [[]] * ROWS)]
-        self.clock = torch.zeros(1, dtype=torch.int64, device=device)
+        self.buffers = DecodeBuffers()
+        self.arrays = [x.to(MEMORY) for x in self.batch([None] * ROWS, [[]] * ROWS)]
+        self.clock = torch.zeros(1, dtype=torch.int64, device=MEMORY)
         self.graph: Any = None
 
     def batch(self, rows: list[tuple[list[int], list[int]] | None], new: list[list[int]]) -> list[torch.Tensor]:
@@ -252,8 +257,8 @@ class Attached:
             assert relative_error(got[layer][kept], wanted[layer][kept]) < ALLOWED
 
     def prefill(self, arrays: list[torch.Tensor], inputs: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-        self.stores[1].begin(*(x.to(self.device) for x in arrays), clock=self.clock)
-        return [attend(self.device, self.stores[1], layer, *inputs[layer]) for layer in range(LAYERS)]
+        self.stores[1].begin(*(place(x) for x in arrays), clock=shared(self.clock))
+        return [attend_on_gpu(self.stores[1], layer, *inputs[layer]) for layer in range(LAYERS)]
 
     def decode(self, arrays: list[torch.Tensor], inputs: list[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
         for target, x in zip(self.arrays, arrays, strict=True):
@@ -263,10 +268,10 @@ class Attached:
         if self.graph is None:
             self.graph = capture(self.decode_step)
         self.graph.replay()
-        return [to_host(out) for out in self.buffers.out]
+        return self.buffers.results(ROWS)
 
     def decode_step(self) -> None:
-        self.stores[1].begin(*self.arrays, clock=self.clock, max_row_tokens=1)
+        self.stores[1].begin(*(shared(x) for x in self.arrays), clock=shared(self.clock), max_row_tokens=1)
         self.buffers.attend(self.stores[1])
 
     def check_pages(self, blocks: list[int]) -> None:
@@ -278,11 +283,11 @@ class Attached:
 
 
 @pytest.mark.parametrize("bits", [8, 0])
-def test_attached_steps_replay(device: str, bits: int) -> None:
+def test_attached_steps_replay(bits: int) -> None:
     """begin inside the graph; an engine frees and replaces sequences between replays, some rows are padding."""
     torch.manual_seed(bits)
     rng = random.Random(bits)
-    pair = Attached(bits, device)
+    pair = Attached(bits)
     free = list(range(1, pair.n_blocks))
     rows: list[tuple[list[int], list[int]] | None] = [None] * ROWS
 

@@ -13,54 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gpu import OnCuda, Wrapped, capsule_pointer
 
 import hybridkv
 from hybridkv import ArgumentError, DtypeError, _core
 
 MakeCache = Callable[..., hybridkv.Cache]
-
-
-class Wrapped:
-    """A producer that knows only `__dlpack__`, as libraries without the C exchange API do."""
-
-    def __init__(self, tensor: Any, *, versioned: bool = True) -> None:
-        self.tensor = tensor
-        self.versioned = versioned
-        self.shape = tensor.shape
-        self.calls: list[dict[str, Any]] = []
-
-    def __dlpack__(self, **kwargs: Any) -> Any:
-        self.calls.append(kwargs)
-        if not self.versioned and "max_version" in kwargs:
-            raise TypeError("__dlpack__() got an unexpected keyword argument 'max_version'")
-        return self.tensor.__dlpack__(**kwargs)
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.tensor.__dlpack_device__()
-
-
-class OnCuda(Wrapped):
-    """A tensor of the host whose capsules say that it lies on a GPU."""
-
-    def __init__(self, tensor: Any, index: int = 0, *, device_type: int = 2, versioned: bool = True) -> None:
-        super().__init__(tensor, versioned=versioned)
-        self.device = (device_type, index)
-
-    def __dlpack__(self, stream: Any = None, **kwargs: Any) -> Any:
-        capsule = super().__dlpack__(**kwargs)
-        self.calls[-1]["stream"] = stream
-        name, offset = (b"dltensor_versioned", 40) if "max_version" in kwargs else (b"dltensor", 8)
-        ctypes.memmove(capsule_pointer(capsule, name) + offset, (ctypes.c_int32 * 2)(*self.device), 8)
-        return capsule
-
-    def __dlpack_device__(self) -> tuple[int, int]:
-        return self.device
-
-
-def capsule_pointer(capsule: Any, name: bytes) -> int:
-    get = ctypes.pythonapi.PyCapsule_GetPointer
-    get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
-    return int(get(capsule, name))
 
 
 def identity(tensor: Any) -> Any:

@@ -411,7 +411,8 @@ def test_generate_on_a_gpu(device: str, generation: str) -> None:
         logits = logits_in_parts(exact, dynamic(exact), {"input_ids": got, "attention_mask": mask}, [got.shape[1]])
         logits = logits[:, 96:-1]
         chosen = logits.gather(-1, got[:, 97:, None])[..., 0]
-        assert ((logits.amax(-1) - chosen) < 0.15 * logits.std()).all()
+        # a token by chance is about three deviations below the likeliest; bfloat16 confuses what is close together
+        assert ((logits.amax(-1) - chosen) < 0.5 * logits.std()).all()
 
 
 @pytest.mark.parametrize("bits", [0, 8])
@@ -438,7 +439,8 @@ def test_decode_graphs(device: str, bits: int) -> None:
         want = run_forward(model, caches[1], input_ids=tokens[:, None], attention_mask=mask, position_ids=position)
         got = decode(tokens)
         assert caches[0].get_seq_length() == caches[1].get_seq_length() == mask.shape[1]
-        assert (got - want[:, -1]).norm() <= (1e-2 if device == "cuda" else 0.0) * want.norm()
+        difference = (got - want[:, -1]).norm() / want.norm()
+        assert difference <= (1e-2 if device == "cuda" else 0.0), f"step {i}"
     with pytest.raises(hybridkv.ArgumentError, match="made for 3 rows, got 2"):
         decode(tokens[:2])
 

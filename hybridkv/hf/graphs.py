@@ -51,6 +51,7 @@ class DecodeGraph:
         # transformers 5.2x renamed the argument
         named = "cache" in inspect.signature(model.forward).parameters
         self._arguments = {"cache" if named else "past_key_values": cache, "use_cache": True}
+        self._can_capture = device.type == "cuda"
         self._is_warm = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._logits: torch.Tensor | None = None
@@ -86,7 +87,7 @@ class DecodeGraph:
             self._cache.replay_pass(self._graph)
             return self._logits  # type: ignore[return-value]
         self._cache.begin_pass(1)
-        if self._tokens.is_cuda and self._is_warm:
+        if self._can_capture and self._is_warm:
             return self._capture()
         self._is_warm = True
         return self._run()
