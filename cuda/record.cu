@@ -11,10 +11,11 @@
  * Bytes. Per new token and head 2 x 2D bytes read and written; per sealed block 63 times that read and one record
  * written: a seal costs what reading the block once at 16 bit costs, amortised over 64 steps.
  *
- * Tiling. A block's K and V fit in shared memory at 16 bit; the tokens of the page are fetched while those of the call
- * are on their way. Ranges are found two elements at a time, K's channels over a slice of the tokens a thread, V's
- * tokens over eight lanes. Codes are made where the tensor core will want them: ldmatrix hands a lane the eight
- * elements of one A fragment (transposed for V), which are one word of each plane.
+ * Tiling. A block's K and V fit in shared memory at 16 bit, in the shape of a row page, whose swizzle serves here too;
+ * the tokens of the page are fetched while those of the call are on their way. Ranges are found two elements at a time,
+ * K's channels over a slice of the tokens a thread, V's tokens over eight lanes. Codes are made where the tensor core
+ * will want them: ldmatrix hands a lane the eight elements of one A fragment (transposed for V), which are one word of
+ * each plane.
  *
  * A block without clamped elements and without subnormal scales, and full, needs no care: elements are their own
  * clamped values, and codes end up in 8..248 by themselves (csrc/format.h). All others take the same way with care.
@@ -23,6 +24,7 @@
 
 #include <cuda_pipeline_primitives.h>
 
+#include "divide.cuh"
 #include "format.cuh"
 #include "launch.cuh"
 
@@ -33,7 +35,6 @@ namespace
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kRowPad = 8; /* 16-bit elements between rows in shared memory: 16 bytes, against bank conflicts */
 constexpr int kLanesPerToken = kThreads / kBlockTokens;
 
 /* ------------------------------------------------------------------------------------------------ pairs of elements */
@@ -88,64 +89,40 @@ template <int kDtype> struct PairRange {
  * the rest to 0..1 costs nothing. */
 using GroupParams = float2;
 
-/* Dynamic shared memory of one block of tokens; rows are [kBlockTokens][stored_dim + kRowPad] 16-bit elements. */
+/* Dynamic shared memory of one block of tokens. */
 struct Staging {
-    uint16_t *k, *v;
+    uint8_t *rows;         /* a row page: 8 tokens' chunks of the same channels lie in different banks */
     GroupParams *k_params; /* [stored_dim] */
     GroupParams *v_params; /* [n_value_groups][kBlockTokens] */
-    uint32_t *k_lo, *k_hi; /* [slices of tokens][stored_dim / 2] pairs of channels */
     float2 *v_range;       /* [n_value_groups][kBlockTokens] (lo, hi) */
-    int pitch;
+    uint32_t *k_lo, *k_hi; /* [slices of tokens][stored_dim / 2] pairs of channels */
 
     __device__ Staging(const hkv_format &f, uint8_t *memory)
     {
-        pitch = f.stored_dim + kRowPad;
-        k = reinterpret_cast<uint16_t *>(memory);
-        v = k + kBlockTokens * pitch;
-        k_params = reinterpret_cast<GroupParams *>(v + kBlockTokens * pitch);
+        rows = memory;
+        k_params = reinterpret_cast<GroupParams *>(memory + kBlockTokens * f.row_bytes);
         v_params = k_params + f.stored_dim;
         v_range = v_params + f.n_value_groups * kBlockTokens;
         k_lo = reinterpret_cast<uint32_t *>(v_range + f.n_value_groups * kBlockTokens);
         k_hi = k_lo + kThreads;
     }
-    __device__ uint16_t *row(bool is_v, int token) const
+    __device__ uint16_t element(const hkv_format &f, bool is_v, int token, int channel) const
     {
-        return (is_v ? v : k) + token * pitch;
+        return *reinterpret_cast<const uint16_t *>(rows + hkv_row_element_offset(&f, token, channel, is_v));
     }
 };
 inline size_t staging_bytes(const hkv_format &f)
 {
-    return static_cast<size_t>(2 * kBlockTokens * (f.stored_dim + kRowPad)) * sizeof(uint16_t) +
+    return static_cast<size_t>(kBlockTokens * f.row_bytes) +
            static_cast<size_t>(f.stored_dim + 2 * f.n_value_groups * kBlockTokens) * sizeof(float2) +
            static_cast<size_t>(2 * kThreads) * sizeof(uint32_t);
-}
-
-/* The 16-byte chunks of n_tokens rows (K | V), the threads side by side: f(token, chunk). */
-template <typename F> __device__ __forceinline__ void for_chunks(const hkv_format &f, int n_tokens, F visit)
-{
-    const int chunks = f.row_bytes / 16;
-    const int token_step = kThreads / chunks, chunk_step = kThreads % chunks;
-    int token = static_cast<int>(threadIdx.x) / chunks, chunk = static_cast<int>(threadIdx.x) % chunks;
-    while (token < n_tokens) {
-        visit(token, chunk);
-        token += token_step;
-        chunk += chunk_step;
-        if (chunk >= chunks) {
-            chunk -= chunks;
-            token++;
-        }
-    }
 }
 
 /* Start to fetch the first n_tokens rows of a row page. */
 __device__ void stage_page(const hkv_format &f, const Staging &s, const uint8_t *page, int n_tokens)
 {
-    const int k_chunks = f.row_bytes / 32;
-    for_chunks(f, n_tokens, [&](int token, int chunk) {
-        const bool is_v = chunk >= k_chunks;
-        __pipeline_memcpy_async(s.row(is_v, token) + (chunk - is_v * k_chunks) * 8,
-                                page + hkv_row_chunk_offset(&f, token, chunk), 16);
-    });
+    for (int i = 16 * threadIdx.x; i < n_tokens * f.row_bytes; i += 16 * kThreads)
+        __pipeline_memcpy_async(s.rows + i, page + i, 16);
     __pipeline_commit();
 }
 
@@ -165,21 +142,22 @@ __device__ __forceinline__ uint4 load_elements(const uint16_t *p)
     return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-/* Bring new tokens to where they are wanted: the rows from `offset` on in a page (or NULL), and in shared memory. */
-__device__ void take_tokens(const hkv_format &f, const Source &source, int offset, int n_tokens, uint8_t *rows,
-                            const Staging *staging)
+/* Bring new tokens to where they are wanted, from token `offset` on: in a row page and in shared memory, or NULL. */
+__device__ void take_tokens(const hkv_format &f, const Source &source, int offset, int n_tokens, uint8_t *page,
+                            uint8_t *staged)
 {
-    const int k_chunks = f.row_bytes / 32;
-    for_chunks(f, n_tokens, [&](int token, int chunk) {
-        const bool is_v = chunk >= k_chunks;
-        const int channel = (chunk - is_v * k_chunks) * 8;
-        uint4 elements = make_uint4(0, 0, 0, 0);
-        if (channel < f.head_dim)
-            elements = load_elements((is_v ? source.v + token * source.v_stride : source.k + token * source.k_stride) +
-                                     channel);
-        if (rows) *reinterpret_cast<uint4 *>(rows + hkv_row_chunk_offset(&f, offset + token, chunk)) = elements;
-        if (staging) *reinterpret_cast<uint4 *>(staging->row(is_v, offset + token) + channel) = elements;
-    });
+    const int chunks = f.row_bytes / 16;
+    const Divisor by_chunks(chunks);
+    for (int i = threadIdx.x; i < n_tokens * chunks; i += kThreads) {
+        const int token = by_chunks.divide(i), chunk = i - token * chunks;
+        const bool is_v = 2 * chunk >= chunks;
+        const int channel = 8 * (is_v ? chunk - chunks / 2 : chunk);
+        const size_t at = hkv_row_chunk_offset(&f, offset + token, chunk);
+        const uint16_t *row = is_v ? source.v + token * source.v_stride : source.k + token * source.k_stride;
+        const uint4 elements = channel < f.head_dim ? load_elements(row + channel) : make_uint4(0, 0, 0, 0);
+        if (page) *reinterpret_cast<uint4 *>(page + at) = elements;
+        if (staged) *reinterpret_cast<uint4 *>(staged + at) = elements;
+    }
 }
 
 /* ----------------------------------------------------------------------------------------------------------- ranges */
@@ -194,12 +172,12 @@ __device__ __forceinline__ int n_key_slices(const hkv_format &f)
 template <int kDtype> __device__ void measure_groups(const hkv_format &f, const Staging &s)
 {
     const int n_pairs = f.stored_dim / 2, n_slices = n_key_slices(f), n_tokens = kBlockTokens / n_slices;
-    const int slice = static_cast<int>(threadIdx.x) / n_pairs, pair = static_cast<int>(threadIdx.x) % n_pairs;
+    const int slice = Divisor(n_pairs).divide(threadIdx.x), pair = static_cast<int>(threadIdx.x) - slice * n_pairs;
     if (slice < n_slices) {
         PairRange<kDtype> range;
-        const uint16_t *first = s.k + slice * n_tokens * s.pitch + 2 * pair;
 #pragma unroll 4
-        for (int t = 0; t < n_tokens; t++) range.add(*reinterpret_cast<const uint32_t *>(first + t * s.pitch));
+        for (int token = slice * n_tokens; token < (slice + 1) * n_tokens; token++)
+            range.add(*reinterpret_cast<const uint32_t *>(s.rows + hkv_row_element_offset(&f, token, 2 * pair, 0)));
         s.k_lo[slice * n_pairs + pair] = range.lo;
         s.k_hi[slice * n_pairs + pair] = range.hi;
     }
@@ -208,7 +186,7 @@ template <int kDtype> __device__ void measure_groups(const hkv_format &f, const 
         const int first = group * HKV_VALUE_GROUP, end = min(f.head_dim, first + HKV_VALUE_GROUP);
         PairRange<kDtype> range;
         for (int channel = first + 8 * lane; channel < end; channel += 8 * kLanesPerToken) {
-            const uint4 x = *reinterpret_cast<const uint4 *>(s.v + token * s.pitch + channel);
+            const uint4 x = *reinterpret_cast<const uint4 *>(s.rows + hkv_row_element_offset(&f, token, channel, 1));
             range.add(x.x);
             range.add(x.y);
             range.add(x.z);
@@ -310,13 +288,13 @@ __device__ int make_careful_params(const hkv_format &f, const Staging &s, int n_
     const int i = threadIdx.x, j = i - f.stored_dim;
     CarefulRange range;
     if (i < f.stored_dim) {
-        for (int t = 0; t < n_tokens && i < f.head_dim; t++) range.add(to_float<kDtype>(s.k[t * s.pitch + i]));
+        for (int t = 0; t < n_tokens && i < f.head_dim; t++) range.add(to_float<kDtype>(s.element(f, false, t, i)));
         range.make_params(reinterpret_cast<uint16_t *>(record + f.k_params_offset) + hkv_k_param_index(i),
                           s.k_params + i);
     } else if (j < f.n_value_groups * kBlockTokens) {
         const int token = j % kBlockTokens, first = j / kBlockTokens * HKV_VALUE_GROUP;
         for (int c = first; c < min(f.head_dim, first + HKV_VALUE_GROUP) && token < n_tokens; c++)
-            range.add(to_float<kDtype>(s.v[token * s.pitch + c]));
+            range.add(to_float<kDtype>(s.element(f, true, token, c)));
         range.make_params(reinterpret_cast<uint16_t *>(record + f.v_params_offset) +
                               hkv_v_param_index(&f, token, first),
                           s.v_params + j);
@@ -363,8 +341,8 @@ __device__ void write_words(const hkv_format &f, const Staging &s, bool is_v, in
     const int n_words = step_group * 64 + 64 <= f.stored_dim ? 4 : 2;
     /* Rows of the four 8 x 8 matrices: tokens. A's rows are K's tokens and V's channels. */
     const int token_of_matrix = tile * 16 + lane % 8 + 8 * (is_v ? matrix >> 1 : matrix & 1);
-    const int channel_of_matrix = step_group * 64 + 8 * (is_v ? matrix & 1 : matrix >> 1);
-    const uint32_t address = shared_address(s.row(is_v, token_of_matrix) + channel_of_matrix);
+    const int chunk_of_matrix = (is_v ? f.stored_dim / 8 : 0) + step_group * 8 + (is_v ? matrix & 1 : matrix >> 1);
+    const uint32_t rows = shared_address(s.rows);
     const GroupParams *params =
         is_v ? s.v_params + step_group * 64 / HKV_VALUE_GROUP * kBlockTokens + tile * 16 : s.k_params + step_group * 64;
     uint32_t high_words[4], low_words[4];
@@ -375,10 +353,12 @@ __device__ void write_words(const hkv_format &f, const Staging &s, bool is_v, in
         low_words[w] = 0x88888888u;
         if (step_group * 64 + w * 16 >= f.head_dim) continue;
         uint32_t a[4], code[4][2];
+        const uint32_t address =
+            rows + static_cast<uint32_t>(hkv_row_chunk_offset(&f, token_of_matrix, chunk_of_matrix + 2 * w));
         if (is_v)
-            load_matrices<true>(a, address + w * 32);
+            load_matrices<true>(a, address);
         else
-            load_matrices<false>(a, address + w * 32);
+            load_matrices<false>(a, address);
         const GroupParams *of_columns = params + column + (is_v ? 0 : w * 16);
 #pragma unroll
         for (int m = 0; m < 4; m++) {
@@ -592,7 +572,7 @@ __device__ void append_segment(const Append &a, const hkv_segment &segment, int 
         return;
     }
     if (rows) stage_page(f, staging, rows, segment.offset);
-    take_tokens(f, source, segment.offset, segment.n_tokens, rows, &staging);
+    take_tokens(f, source, segment.offset, segment.n_tokens, rows, staging.rows);
     __pipeline_wait_prior(0);
     finish_record(a, record, segment.stamp, kBlockTokens, write_payload<kDtype>(f, staging, record));
 }

@@ -12,6 +12,7 @@
 #ifndef HKV_CUDA_SCHEDULE_DEVICE_CUH
 #define HKV_CUDA_SCHEDULE_DEVICE_CUH
 
+#include "divide.cuh"
 #include "format.cuh"
 #include "schedule.cuh"
 
@@ -27,6 +28,8 @@ namespace scheduling
 
 constexpr int kWarps = kSchedulers / 32;
 constexpr int kBarrier = 2;
+constexpr int kLogConsumers = 2;
+static_assert(1 << kLogConsumers == kConsumers, "heads of a chunk are a power of two");
 constexpr int kSmallLoad = 3 * kConsumers; /* records a worker up to which merging matters more than balance */
 constexpr int kWideGain = 32;              /* several heads a chunk must be worth more than one part in this many */
 
@@ -37,12 +40,6 @@ __device__ __forceinline__ int thread()
 __device__ __forceinline__ void sync()
 {
     named_barrier(kBarrier, kSchedulers);
-}
-
-/* n / d for 0 <= n < 2^20, given 1 / d: a division of integers takes a hundred cycles. */
-__device__ __forceinline__ int divide(int n, float inverse)
-{
-    return static_cast<int>((static_cast<float>(n) + 0.5f) * inverse);
 }
 
 /* One row's share of the work. */
@@ -77,7 +74,7 @@ __device__ __forceinline__ RowWork row_work(const ScheduleInput &in, const hkv_p
     RowWork w = {};
     if (r.n_new < 1 || r.n_new > HKV_DECODE_MAX_TOKENS) return w;
     const int n_older = r.length - r.n_new;
-    w.column_tiles = divide(r.n_new * in.group + in.columns - 1, __fdividef(1.f, static_cast<float>(in.columns)));
+    w.column_tiles = Divisor(in.columns).divide(r.n_new * in.group + in.columns - 1);
     w.block_end = (n_older + kBlockTokens - 1) / kBlockTokens;
     if (in.window_tokens > 0) w.block_begin = min(w.block_end, max(0, n_older + 1 - in.window_tokens) / kBlockTokens);
     w.cold_begin = min(w.block_end, max(w.block_begin, r.n_sinks));
@@ -131,11 +128,11 @@ struct Search {
         : heads(1 << log_heads), groups(in.n_kv_heads >> log_heads), round(kConsumers >> log_heads)
     {
         limit = n_workers * rounds(n_tiles, n_workers);
-        const float inverse_round = 1.f / kConsumers * static_cast<float>(heads);
-        const float share = work * static_cast<float>(groups) * inverse_round;
+        const int log_round = kLogConsumers - log_heads;
+        const float share = work * static_cast<float>(groups) * (static_cast<float>(heads) / kConsumers);
         const int n_spare = limit - n_tiles * groups;
         low = max(0, static_cast<int>(__fdividef(share, static_cast<float>(limit))) - 1);
-        high = max(low + 1, divide(heaviest + round - 1, inverse_round));
+        high = max(low + 1, (heaviest + round - 1) >> log_round);
         if (n_spare > 0) high = min(high, static_cast<int>(__fdividef(share, static_cast<float>(n_spare))) + 2);
         high = max(high, low + 1);
     }
@@ -194,7 +191,7 @@ template <typename R> __device__ Cut find_cut(const ScheduleInput &in, const R &
     n_tiles = __reduce_add_sync(kFullWarp, n_tiles);
     work = __reduce_add_sync(kFullWarp, work);
     heaviest = __reduce_max_sync(kFullWarp, heaviest);
-    const int log_widest = in.n_kv_heads % 2 ? 0 : in.n_kv_heads % kConsumers ? 1 : 2, warp = thread() / 32;
+    const int log_widest = in.n_kv_heads % 2 ? 0 : in.n_kv_heads % kConsumers ? 1 : kLogConsumers, warp = thread() / 32;
     Search one(in, n_workers, 0, n_tiles, static_cast<float>(work), heaviest);
     Search several(in, n_workers, log_widest, n_tiles, static_cast<float>(work), heaviest);
 #pragma unroll 1
@@ -238,8 +235,8 @@ __device__ __forceinline__ Chunk make_chunk(const RowWork &w, const hkv_plan_row
                                             int first_chunk, int j)
 {
     const int n_units = w.column_tiles * cut.groups;
-    const int part = divide(j, __fdividef(1.f, static_cast<float>(n_units))), unit = j - part * n_units;
-    const int group = divide(unit, __fdividef(1.f, static_cast<float>(w.column_tiles)));
+    const int part = Divisor(n_units).divide(j), unit = j - part * n_units;
+    const int group = Divisor(w.column_tiles).divide(unit);
     Chunk c;
     c.row = row;
     c.head = static_cast<int16_t>(group * cut.heads);
