@@ -632,21 +632,33 @@ HKV_INLINE int32_t hkv_plan_copy_source(const hkv_plan_job *job, int32_t s)
     return source > 0 && source != segment->block ? source : 0;
 }
 
+/* Entry i of the hot pages that a row wants. */
+HKV_INLINE void hkv_plan_mark_row(const hkv_plan_job *job, int32_t i)
+{
+    int32_t stride = job->plan.hot_stride, r = i / stride;
+    const hkv_plan_row *row = &job->plan.rows[r];
+    int32_t logical = hkv_plan_row_block(row, i - r * stride);
+    if (logical < 0) return;
+    hkv_plan_touch(job, hkv_plan_table_entry(job, r, logical),
+                   HKV_PAGE_VALID | (row->first_segment >= 0 ? HKV_PAGE_USED : 0));
+}
+
+HKV_INLINE void hkv_plan_mark_segment(const hkv_plan_job *job, int32_t s)
+{
+    int32_t source = hkv_plan_copy_source(job, s);
+    hkv_plan_touch(job, job->plan.segments[s].block, HKV_PAGE_VALID | HKV_PAGE_USED | HKV_PAGE_WRITTEN);
+    if (source) hkv_plan_touch(job, source, HKV_PAGE_VALID | HKV_PAGE_USED | HKV_PAGE_SOURCE);
+}
+
+/* Rows and segments by lanes side by side: each waits for reads that depend on each other. */
 HKV_INLINE void hkv_plan_mark_used(const hkv_plan_job *job, const hkv_team *team)
 {
-    int32_t stride = job->plan.hot_stride, n = job->batch.n_rows * stride;
+    int32_t n_of_rows = job->batch.n_rows * job->plan.hot_stride, n = n_of_rows + *job->plan.n_segments;
     HKV_FOR(i, n, team) {
-        const hkv_plan_row *row = &job->plan.rows[i / stride];
-        int32_t logical = hkv_plan_row_block(row, i % stride);
-        uint32_t bits = HKV_PAGE_VALID;
-        if (logical < 0) continue;
-        if (row->first_segment >= 0) bits |= HKV_PAGE_USED;
-        hkv_plan_touch(job, hkv_plan_table_entry(job, i / stride, logical), bits);
-    }
-    HKV_FOR(s, *job->plan.n_segments, team) {
-        int32_t source = hkv_plan_copy_source(job, s);
-        hkv_plan_touch(job, job->plan.segments[s].block, HKV_PAGE_VALID | HKV_PAGE_USED | HKV_PAGE_WRITTEN);
-        if (source) hkv_plan_touch(job, source, HKV_PAGE_VALID | HKV_PAGE_USED | HKV_PAGE_SOURCE);
+        if (i < n_of_rows)
+            hkv_plan_mark_row(job, i);
+        else
+            hkv_plan_mark_segment(job, i - n_of_rows);
     }
 }
 
