@@ -289,7 +289,11 @@ hkv_status hkv_store_bind_layer(hkv_store *store, int32_t layer_idx, void *base,
 /* Decide a step: which pages are claimed, restored, sealed, evicted, and what each row reads hot (docs/transitions.md).
  * Changes the directory; page contents change in each layer's attend. Calling it again with the same batch is harmless.
  * HKV_ERR_RANGE for block ids or slots outside the pool, HKV_ERR_CACHE_FULL if this step alone writes to more blocks
- * than there are hot pages; both before anything changed. Retains the batch's pointers until the next begin. */
+ * than there are hot pages; both before anything changed. Retains the batch's pointers until the next begin.
+ *
+ * On a device all this happens on the batch's stream, after the call: a step that turns out to be refused writes
+ * nothing, its attends leave `out` as it was, and the first begin that knows of it returns the error and does nothing
+ * else. */
 hkv_status hkv_store_begin(hkv_store *store, const hkv_batch *batch, hkv_error *error);
 
 /* Append this step's K and V to one layer, then attend. Once per layer and step, any layer order. */

@@ -300,7 +300,13 @@ def test_steps_close_once(make_cache: MakeCache) -> None:
     step.abort()
     assert sequence.length == 0
     following = cache.step([sequence], [2])
-    for closed in (step.end, step.abort, lambda: step.attend(0, ones(4), ones(4), ones(4))):
+    following.prefetch_hot(1)
+    for closed in (
+        step.end,
+        step.abort,
+        lambda: step.attend(0, ones(4), ones(4), ones(4)),
+        lambda: step.prefetch_hot(0),
+    ):
         with pytest.raises(StepError, match="this step is closed"):
             closed()
     for layer in range(2):
@@ -714,6 +720,12 @@ def test_full_cache_can_be_retried(make_cache: MakeCache) -> None:
     assert caught.value.status == "cache full"
     cache.free(first)
     grow(cache, second, 128)
+
+
+def test_devices() -> None:
+    counts = hybridkv.devices()
+    assert counts["cpu"] == 1
+    assert counts["cuda"] >= 0
 
 
 def test_info_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

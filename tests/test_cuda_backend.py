@@ -111,6 +111,23 @@ def test_layers_with_other_numbers_of_query_heads(device: str) -> None:
     pair.check_same_content(sequences, 8)
 
 
+def test_prefetching_changes_nothing(device: str) -> None:
+    pair = Pair(device)
+    sequence = pair.all("add_sequence")
+    pair.step([sequence], [200])
+    cache, aside = pair.caches[1], torch.cuda.Stream()
+    step = cache.step([sequence[1]], [1])
+    aside.wait_stream(torch.cuda.current_stream())
+    for layer in range(LAYERS):
+        step.prefetch_hot(layer, stream=aside)
+    torch.cuda.current_stream().wait_stream(aside)
+    step.abort()
+    pair.step([sequence], [1])
+    with pytest.raises(hybridkv.StepError):
+        step.prefetch_hot(0)
+    pair.check_same_content([sequence], 8)
+
+
 def test_tables_larger_than_a_pinned_buffer(device: str) -> None:
     pair = Pair(device, dim=16, max_tokens=64 * 20_000, max_sequences=20)
     sequences = [pair.all("add_sequence") for _ in range(20)]
