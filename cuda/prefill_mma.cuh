@@ -120,13 +120,14 @@ template <int kDim, bool kBf16> struct MmaBlock {
     __device__ __forceinline__ void add_keys(const KeyTile &keys, int planes, const QueryRows &rows, Softmax &softmax,
                                              float (&o)[kDim / 8][4]) const
     {
-        const RecordView view = {keys.source, stored_dim, planes, keys.n_tokens};
-        const int per_warp = n_units(stored_dim) / (kMmaThreads / 32);
+        const RecordView<0> view = {keys.source, stored_dim, planes, keys.n_tokens};
         float s[kScoreTiles][4], extra[4], base[2] = {0.f, 0.f}, factor[2];
         if (kRecord) {
-            unpack_keys(view, buffer, warp * per_warp, (warp + 1) * per_warp, lane);
+            for (int unit = warp; unit < view.n_units(); unit += kMmaThreads / 32)
+                unpack_keys(view, buffer, unit, lane);
+            if (warp == 0) unpack_key_params(view, buffer, lane);
         } else {
-            copy_rows(p, keys, false, stored_dim, buffer, threadIdx.x, kMmaThreads);
+            copy_rows<0, kMmaThreads>(p, keys, false, buffer, threadIdx.x);
             commit_copies();
             wait_copies<0>();
         }
@@ -135,9 +136,10 @@ template <int kDim, bool kBf16> struct MmaBlock {
         if (kRecord) record_base(extra, lane, base);
         __syncthreads();
         if (kRecord) {
-            unpack_values(view, buffer, warp * per_warp, (warp + 1) * per_warp, lane);
+            for (int unit = warp; unit < view.n_units(); unit += kMmaThreads / 32)
+                unpack_values(view, buffer, unit, lane);
         } else {
-            copy_rows(p, keys, true, stored_dim, buffer, threadIdx.x, kMmaThreads);
+            copy_rows<0, kMmaThreads>(p, keys, true, buffer, threadIdx.x);
             commit_copies();
         }
         if (soften(p, rows, keys, lane, s, base, softmax, factor)) {

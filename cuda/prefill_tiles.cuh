@@ -218,21 +218,34 @@ template <int kPending> __device__ __forceinline__ void wait_copies()
     asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-/* K (is_v 0) or V of a tile of rows, zeros where there is no token or channel. By n_threads threads. */
-__device__ inline void copy_rows(const PrefillParams &p, const KeyTile &keys, bool is_v, int stored_dim, uint32_t dst,
-                                 int thread, int n_threads)
+/* K (is_v 0) or V of a tile of rows, zeros where there is no token or channel. By kThreads threads. kDim: the head
+ * size, or 0 if it is known at run time only. */
+template <int kDim, int kThreads>
+__device__ __forceinline__ void copy_rows(const PrefillParams &p, const KeyTile &keys, bool is_v, uint32_t dst,
+                                          int thread)
 {
-    const int n_chunks = stored_dim / 8, panel = is_v ? kValuePanel : kKeyPanel;
+    const int stored_dim = kDim ? kDim : p.layer.format.stored_dim, n_chunks = stored_dim / 8;
     const bool is_call = keys.kind == kKeyCall;
-    const int n_there = is_call ? p.layer.format.head_dim / 8 : n_chunks;
+    const int n_there = kDim || !is_call ? n_chunks : p.layer.format.head_dim / 8;
     const uint8_t *rows = is_call && is_v ? keys.values : keys.source;
     const int64_t stride = 2 * (!is_call ? 2 * stored_dim : is_v ? p.tokens.v_stride_token : p.tokens.k_stride_token);
-    for (int i = thread; i < kBlockTokens * n_chunks; i += n_threads) {
+#pragma unroll
+    for (int i = 0; i < (kDim ? kBlockTokens * kDim / 8 : 0); i += kThreads) {
+        /* A thread keeps its chunk and goes on by whole groups of 8 tokens, so that all but `stride` are constants. */
+        static_assert(kThreads % (kDim ? kDim : 1) == 0, "a thread would change its place among 8 tokens");
+        const int token = thread / n_chunks, chunk = thread % n_chunks, more = i / n_chunks;
+        const int place = is_call ? chunk : ((is_v ? n_chunks : 0) + chunk) ^ (token & 7);
+        const uint8_t *src = rows + token * stride + place * 16;
+        const bool is_there = token + more < keys.n_tokens;
+        copy_chunk(dst + tile_offset(is_v ? kValuePanel : kKeyPanel, token, chunk) + more * kPanelBytes,
+                   is_there ? src + more * stride : rows, is_there);
+    }
+    for (int i = thread; i < (kDim ? 0 : kBlockTokens * n_chunks); i += kThreads) {
         const int token = i / n_chunks, chunk = i % n_chunks;
         const int place = is_call ? chunk : ((is_v ? n_chunks : 0) + chunk) ^ (token & 7);
         const bool is_there = token < keys.n_tokens && chunk < n_there;
-        copy_chunk(dst + tile_offset(panel, token, chunk), is_there ? rows + token * stride + place * 16 : rows,
-                   is_there);
+        copy_chunk(dst + tile_offset(is_v ? kValuePanel : kKeyPanel, token, chunk),
+                   is_there ? rows + token * stride + place * 16 : rows, is_there);
     }
 }
 
@@ -240,18 +253,17 @@ __device__ inline void copy_rows(const PrefillParams &p, const KeyTile &keys, bo
  */
 
 /* Four 8 x 8 matrices of 16-bit elements held two a lane, to the row addresses of load_matrices: lane l's is row l % 8
- * of matrix l / 8. */
+ * of matrix l / 8. No clobber of memory: other loads may pass, and barriers are volatile as this is. */
 __device__ __forceinline__ void store_matrices(uint32_t address, const uint32_t (&a)[4], int lane)
 {
 #if HKV_HAS_BULK
     asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address), "r"(a[0]), "r"(a[1]),
-                 "r"(a[2]), "r"(a[3])
-                 : "memory");
+                 "r"(a[2]), "r"(a[3]));
 #else
 #pragma unroll
     for (int i = 0; i < 4; i++) {
         const uint32_t row = __shfl_sync(kFullWarp, address, 8 * i + lane / 4);
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + 4 * (lane % 4)), "r"(a[i]) : "memory");
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + 4 * (lane % 4)), "r"(a[i]));
     }
 #endif
 }
@@ -272,14 +284,24 @@ constexpr uint32_t kOffsetCentred = 0x64806480u; /* 1152: codes less 128 */
 constexpr uint32_t kOffsetPlain = 0x64006400u;   /* 1024 */
 constexpr uint32_t kNoLow = 0x88888888u;         /* what an absent low plane reads as */
 
-/* A record's payload, wherever it is. */
-struct RecordView {
+/* A record's payload, wherever it is. kDim: the head size, or 0 if it is known at run time only. */
+template <int kDim> struct RecordView {
+    static constexpr bool kWholeGroups = kDim > 0 && kDim % 64 == 0; /* all steps of all step groups are there */
+
     const uint8_t *record;
     int stored_dim, planes, n_tokens;
 
+    __device__ __forceinline__ int dim() const
+    {
+        return kDim ? kDim : stored_dim;
+    }
+    __device__ __forceinline__ bool has(int step) const
+    {
+        return kWholeGroups || step * 16 < dim();
+    }
     __device__ __forceinline__ int plane_bytes() const
     {
-        return kBlockTokens / 2 * stored_dim;
+        return kBlockTokens / 2 * dim();
     }
     __device__ __forceinline__ const uint8_t *k_params() const
     {
@@ -287,7 +309,7 @@ struct RecordView {
     }
     __device__ __forceinline__ const uint8_t *k_high() const
     {
-        return k_params() + 4 * stored_dim;
+        return k_params() + 4 * dim();
     }
     __device__ __forceinline__ const uint8_t *v_params() const
     {
@@ -295,7 +317,7 @@ struct RecordView {
     }
     __device__ __forceinline__ const uint8_t *v_high() const
     {
-        return v_params() + 4 * kBlockTokens * ((stored_dim + HKV_VALUE_GROUP - 1) / HKV_VALUE_GROUP);
+        return v_params() + 4 * kBlockTokens * ((dim() + HKV_VALUE_GROUP - 1) / HKV_VALUE_GROUP);
     }
     __device__ __forceinline__ const uint8_t *k_low() const
     {
@@ -305,75 +327,78 @@ struct RecordView {
     {
         return k_low() + plane_bytes();
     }
+    /* Units of work: step group u / 4, token tile u % 4. */
+    __device__ __forceinline__ int n_units() const
+    {
+        return (dim() + 63) / 64 * kTiles;
+    }
 };
 
-/* Part (step group, token tile) `unit` of a record's planes: words of both, for four steps of 16 channels. */
+/* A unit of both planes: words of four steps of 16 channels. */
 struct PlaneWords {
     uint32_t high[4], low[4];
 
-    __device__ __forceinline__ PlaneWords(const uint8_t *high_plane, const uint8_t *low_plane, bool has_low,
-                                          int stored_dim, int group, int tile, int lane)
+    template <int kDim>
+    __device__ __forceinline__ PlaneWords(const RecordView<kDim> &view, const uint8_t *high_plane,
+                                          const uint8_t *low_plane, bool has_low, int unit, int lane)
     {
-        const bool is_short = group * 64 + 64 > stored_dim;
-        const int at = tile * 8 * stored_dim;
+        const int group = unit / kTiles, at = unit % kTiles * 8 * view.dim();
+        const bool is_short = !view.kWholeGroups && group * 64 + 64 > view.dim();
         const uint4 h = load_plane(high_plane + at, group, lane, is_short);
-        const uint4 l =
-            has_low ? load_plane(low_plane + at, group, lane, is_short) : make_uint4(kNoLow, kNoLow, kNoLow, kNoLow);
+        uint4 l = make_uint4(kNoLow, kNoLow, kNoLow, kNoLow);
+        if (has_low) l = load_plane(low_plane + at, group, lane, is_short);
         high[0] = h.x, high[1] = h.y, high[2] = h.z, high[3] = h.w;
         low[0] = l.x, low[1] = l.y, low[2] = l.z, low[3] = l.w;
     }
 };
 
-/* Units [first, end) of a record's keys as halves (code - 128) * scale, by one warp; who has the first tile of a step
- * group also writes its zeros and scales as rows 64 and 65. Unit u is step group u / 4, token tile u % 4. */
-__device__ inline void unpack_keys(const RecordView &view, uint32_t dst, int first, int end, int lane)
+/* A unit of a record's keys as halves (code - 128) * scale, by one warp. */
+template <int kDim>
+__device__ __forceinline__ void unpack_keys(const RecordView<kDim> &view, uint32_t dst, int unit, int lane)
 {
-    const int matrix = lane / 8;
-    for (int unit = first; unit < end; unit++) {
-        const int group = unit / kTiles, tile = unit % kTiles;
-        const PlaneWords words(view.k_high(), view.k_low(), view.planes & HKV_PLANE_K_LOW, view.stored_dim, group, tile,
-                               lane);
-        const int row = tile * 16 + matrix % 2 * 8 + lane % 8;
+    const int matrix = lane / 8, row = unit % kTiles * 16 + matrix % 2 * 8 + lane % 8;
+    const PlaneWords words(view, view.k_high(), view.k_low(), view.planes & HKV_PLANE_K_LOW, unit, lane);
 #pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int step = group * 4 + j;
-            if (step * 16 >= view.stored_dim) break;
-            const uint4 params = *reinterpret_cast<const uint4 *>(view.k_params() + step * 64 + lane % 4 * 16);
-            uint32_t a[4];
-            unpack_halves(words.high[j], words.low[j], kOffsetCentred, a);
-            a[0] = multiply_half2(a[0], params.x);
-            a[1] = multiply_half2(a[1], params.x);
-            a[2] = multiply_half2(a[2], params.z);
-            a[3] = multiply_half2(a[3], params.z);
-            store_matrices(dst + tile_offset(kKeyPanel, row, step * 2 + matrix / 2), a, lane);
-            if (tile == 0 && lane < 8) {
-                const int param_row = kBlockTokens + lane / 4;
-                const uint32_t pair0 = lane < 4 ? params.y : params.x, pair1 = lane < 4 ? params.w : params.z;
-                const uint32_t at = dst + 4 * (lane % 4);
-                asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + tile_offset(kKeyPanel, param_row, step * 2)),
-                             "r"(pair0)
-                             : "memory");
-                asm volatile("st.shared.b32 [%0], %1;" ::"r"(at + tile_offset(kKeyPanel, param_row, step * 2 + 1)),
-                             "r"(pair1)
-                             : "memory");
-            }
-        }
+    for (int j = 0; j < 4; j++) {
+        const int step = unit / kTiles * 4 + j;
+        if (!view.has(step)) break;
+        const uint4 params = *reinterpret_cast<const uint4 *>(view.k_params() + step * 64 + lane % 4 * 16);
+        uint32_t a[4];
+        unpack_halves(words.high[j], words.low[j], kOffsetCentred, a);
+        a[0] = multiply_half2(a[0], params.x);
+        a[1] = multiply_half2(a[1], params.x);
+        a[2] = multiply_half2(a[2], params.z);
+        a[3] = multiply_half2(a[3], params.z);
+        store_matrices(dst + unit / kTiles * kKeyPanel + panel_offset(row, j * 2 + matrix / 2), a, lane);
+    }
+}
+/* Zeros and scales of all channels as rows 64 and 65 of the keys, by one warp. */
+template <int kDim>
+__device__ __forceinline__ void unpack_key_params(const RecordView<kDim> &view, uint32_t dst, int lane)
+{
+    for (int step = lane / 4; view.dim() > step * 16; step += 8) {
+        const uint4 params = *reinterpret_cast<const uint4 *>(view.k_params() + step * 64 + lane % 4 * 16);
+        const uint32_t pairs[2][2] = {{params.y, params.w}, {params.x, params.z}};
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            asm volatile("st.shared.b32 [%0], %1;" ::"r"(
+                             dst + tile_offset(kKeyPanel, kBlockTokens + i / 2, step * 2 + i % 2) + 4 * (lane % 4)),
+                         "r"(pairs[i / 2][i % 2]));
     }
 }
 
-/* The same of its values, as halves zero + scale * code, rounded once; 0 for tokens that the record does not hold. */
-__device__ inline void unpack_values(const RecordView &view, uint32_t dst, int first, int end, int lane)
+/* A unit of its values, as halves zero + scale * code, rounded once; 0 for tokens that the record does not hold. */
+template <int kDim>
+__device__ __forceinline__ void unpack_values(const RecordView<kDim> &view, uint32_t dst, int unit, int lane)
 {
-    const int matrix = lane / 8, token = 2 * (lane % 4);
-    for (int unit = first; unit < end; unit++) {
-        const int group = unit / kTiles, tile = unit % kTiles;
-        const PlaneWords words(view.v_high(), view.v_low(), view.planes & HKV_PLANE_V_LOW, view.stored_dim, group, tile,
-                               lane);
-        /* scale t, t+8; zero t, t+8; the same of t+1 */
-        const uint4 params = *reinterpret_cast<const uint4 *>(
-            view.v_params() + group * 64 / HKV_VALUE_GROUP * 4 * kBlockTokens + tile * 64 + token * 8);
-        uint32_t scale[2] = {__byte_perm(params.x, params.z, 0x5410), __byte_perm(params.x, params.z, 0x7632)};
-        uint32_t zero[2] = {__byte_perm(params.y, params.w, 0x5410), __byte_perm(params.y, params.w, 0x7632)};
+    const int matrix = lane / 8, tile = unit % kTiles, group = unit / kTiles, token = 2 * (lane % 4);
+    const PlaneWords words(view, view.v_high(), view.v_low(), view.planes & HKV_PLANE_V_LOW, unit, lane);
+    /* scale t, t+8; zero t, t+8; the same of t+1 */
+    const uint4 params = *reinterpret_cast<const uint4 *>(
+        view.v_params() + group * 64 / HKV_VALUE_GROUP * 4 * kBlockTokens + tile * 64 + token * 8);
+    uint32_t scale[2] = {__byte_perm(params.x, params.z, 0x5410), __byte_perm(params.x, params.z, 0x7632)};
+    uint32_t zero[2] = {__byte_perm(params.y, params.w, 0x5410), __byte_perm(params.y, params.w, 0x7632)};
+    if (view.n_tokens < kBlockTokens) {
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int n = view.n_tokens - tile * 16 - half * 8 - token;
@@ -381,24 +406,19 @@ __device__ inline void unpack_values(const RecordView &view, uint32_t dst, int f
             scale[half] &= there;
             zero[half] &= there;
         }
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-            const int step = group * 4 + j;
-            if (step * 16 >= view.stored_dim) break;
-            uint32_t a[4];
-            unpack_halves(words.high[j], words.low[j], kOffsetPlain, a);
-#pragma unroll
-            for (int i = 0; i < 4; i++)
-                a[i] = bits_of(__hfma2(half2_of(a[i]), half2_of(scale[i / 2]), half2_of(zero[i / 2])));
-            store_matrices(dst + panel_offset(step * 16 + matrix % 2 * 8 + lane % 8, tile * 2 + matrix / 2), a, lane);
-        }
     }
-}
-
-/* Units of a record. */
-__device__ __forceinline__ int n_units(int stored_dim)
-{
-    return (stored_dim + 63) / 64 * kTiles;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+        if (!view.has(group * 4 + j)) break;
+        uint32_t a[4];
+        unpack_halves(words.high[j], words.low[j], kOffsetPlain, a);
+#pragma unroll
+        for (int i = 0; i < 4; i++)
+            a[i] = bits_of(__hfma2(half2_of(a[i]), half2_of(scale[i / 2]), half2_of(zero[i / 2])));
+        store_matrices(dst + group * 64 * kPanelBytes +
+                           panel_offset(j * 16 + matrix % 2 * 8 + lane % 8, tile * 2 + matrix / 2),
+                       a, lane);
+    }
 }
 
 } // namespace hkv

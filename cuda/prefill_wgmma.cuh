@@ -24,7 +24,7 @@ namespace
 constexpr int kGroupThreads = 128; /* of a warpgroup */
 constexpr int kWgmmaThreads = 3 * kGroupThreads, kWgmmaQueries = 128;
 constexpr int kStages = 4, kRecordStages = 4;
-constexpr int kProducerRegisters = 104, kConsumerRegisters = 200;
+constexpr int kProducerRegisters = 136, kConsumerRegisters = 184;
 static_assert(kProducerRegisters + 2 * kConsumerRegisters <= 3 * 168, "what a block starts with is all there is");
 constexpr int kLineBytes = 128; /* both ends of a bulk copy lie alike in their lines (docs/kernels.md) */
 
@@ -144,13 +144,16 @@ template <int kDim> struct PrefillProducer {
     __device__ __forceinline__ void put_record(KeyTile keys, const uint8_t *record)
     {
         const hkv_record_header *header = reinterpret_cast<const hkv_record_header *>(record);
-        constexpr int kPerWarp = (kDim + 63) / 64;
         keys.n_tokens = min(keys.n_tokens, hkv_header_n_tokens(header, kBlockTokens));
         if (keys.n_tokens == 0) return;
-        const RecordView view = {record, kDim, header->planes, keys.n_tokens};
+        const RecordView<kDim> view = {record, kDim, header->planes, keys.n_tokens};
         begin_stage(keys);
-        unpack_keys(view, stage_keys(), warp * kPerWarp, (warp + 1) * kPerWarp, lane);
-        unpack_values(view, stage_keys() + key_tile_bytes(kDim), warp * kPerWarp, (warp + 1) * kPerWarp, lane);
+#pragma unroll
+        for (int i = 0; i < kDim / 64; i++) unpack_keys(view, stage_keys(), warp * kDim / 64 + i, lane);
+        if (warp == 0) unpack_key_params(view, stage_keys(), lane);
+#pragma unroll
+        for (int i = 0; i < kDim / 64; i++)
+            unpack_values(view, stage_keys() + key_tile_bytes(kDim), warp * kDim / 64 + i, lane);
         publish(filled.stage);
         filled.advance();
     }
@@ -158,8 +161,8 @@ template <int kDim> struct PrefillProducer {
     __device__ __forceinline__ void put_rows(const KeyTile &keys)
     {
         begin_stage(keys);
-        copy_rows(p, keys, false, kDim, stage_keys(), threadIdx.x, kGroupThreads);
-        copy_rows(p, keys, true, kDim, stage_keys() + key_tile_bytes(kDim), threadIdx.x, kGroupThreads);
+        copy_rows<kDim, kGroupThreads>(p, keys, false, stage_keys(), threadIdx.x);
+        copy_rows<kDim, kGroupThreads>(p, keys, true, stage_keys() + key_tile_bytes(kDim), threadIdx.x);
         commit_copies();
         if (pending >= 0) {
             wait_copies<1>();
@@ -204,9 +207,6 @@ template <int kDim> struct PrefillProducer {
 /* One of the two warpgroups that attend, one tile of queries. */
 template <int kDim, bool kBf16> struct PrefillConsumer {
     static constexpr int kSteps = kDim / 16;
-    /* Records and rows need other queries in bf16 models. In fp16 models this decides whether ptxas finds registers for
-     * products that run beside other work (its remark C7511). */
-    static constexpr bool kLoadTwice = kBf16 || kDim == 128;
 
     const PrefillParams &p;
     Rings &rings;
@@ -217,6 +217,7 @@ template <int kDim, bool kBf16> struct PrefillConsumer {
 
     RingCursor<kStages> cursor;
     Softmax softmax = {};
+    bool has_queries = false;
     uint32_t q[kSteps][4];
     float o[kDim / 8][4];
 
@@ -255,15 +256,25 @@ template <int kDim, bool kBf16> struct PrefillConsumer {
         if (lane == 0) barrier_arrive(shared_address(&rings.empty[stage]));
     }
     template <bool kRecord>
-    __device__ __forceinline__ void issue_scores(int stage, float (&s)[kScoreTiles][4], float (&extra)[1][4]) const
+    __device__ __forceinline__ void issue_scores(const KeyTile &keys, int stage, float (&s)[kScoreTiles][4],
+                                                 float (&extra)[1][4]) const
     {
+        /* At head size 64 ptxas 13.0 puts probabilities into the registers of queries although the next tile needs
+         * them. With copies made for every tile it may: 0 is not known to be 0. */
+        const uint32_t nothing = kDim == 64 ? static_cast<uint32_t>(keys.position) >> 31 : 0u;
+        uint32_t a[kSteps][4];
+#pragma unroll
+        for (int step = 0; step < kSteps; step++)
+#pragma unroll
+            for (int j = 0; j < 4; j++) a[step][j] = q[step][j] ^ nothing;
+        fence_products();
 #pragma unroll
         for (int step = 0; step < kSteps; step++) {
             const uint64_t b = swizzled_tile(stage_keys(stage) + step / 4 * kKeyPanel + step % 4 * 32, 16, 1024);
             if (kRecord)
-                multiply_more(s, extra, q[step], b, step == 0);
+                multiply_more(s, extra, a[step], b, step == 0);
             else
-                multiply<kBf16, false>(s, q[step], b, step == 0);
+                multiply<kBf16, false>(s, a[step], b, step == 0);
         }
         commit_products();
     }
@@ -296,51 +307,47 @@ template <int kDim, bool kBf16> struct PrefillConsumer {
         }
         return soften(p, rows, keys, lane, s, base, softmax, factor);
     }
-    __device__ __forceinline__ void scale_outputs(const float (&factor)[2])
+    /* With the branch ptxas finds no registers for running products (C7511) in one of the four kernels. */
+    __device__ __forceinline__ void scale_outputs(bool is_needed, const float (&factor)[2])
     {
+        constexpr bool kAlways = kDim == 64 && kBf16;
 #pragma unroll
         for (int n = 0; n < kDim / 8; n++)
 #pragma unroll
-            for (int j = 0; j < 4; j++) o[n][j] *= factor[j / 2];
+            for (int j = 0; kAlways && j < 4; j++) o[n][j] *= factor[j / 2];
+#pragma unroll
+        for (int n = 0; !kAlways && n < kDim / 8; n += 8)
+            scale_if(is_needed, *reinterpret_cast<float(*)[8][4]>(&o[n]), factor);
     }
     /* All consecutive stages of one kind. */
     template <bool kRecord> __device__ __forceinline__ void add_keys()
     {
         float s[kScoreTiles][4], extra[1][4], factor[2];
         uint32_t a[kTiles][4];
-        int last = -1; /* stage whose values are still to be added */
         if (!is_kind<kRecord>(await_keys())) return;
-        if (kLoadTwice) load_queries<kRecord>();
-        fence_products();
-        issue_scores<kRecord>(cursor.stage, s, extra);
-        wait_products<0>();
-        if (weigh<kRecord>(rings.keys[cursor.stage], s, extra, factor)) scale_outputs(factor);
+        if (kBf16 || kRecord || !has_queries) load_queries<kRecord>();
+        has_queries = true;
         for (;;) {
-            pack_probabilities<kBf16 && !kRecord>(s, a);
-            last = cursor.stage;
-            cursor.advance();
             const KeyTile &keys = await_keys();
-            fence_products();
             if (!is_kind<kRecord>(keys)) break;
-            issue_scores<kRecord>(cursor.stage, s, extra);
-            issue_values<kRecord>(last, a);
-            wait_products<1>();
+            issue_scores<kRecord>(keys, cursor.stage, s, extra);
+            wait_products<0>();
             const bool raise = weigh<kRecord>(keys, s, extra, factor);
+            scale_outputs(raise, factor);
+            pack_probabilities<kBf16 && !kRecord>(s, a);
+            hold(o);
+            fence_products();
+            issue_values<kRecord>(cursor.stage, a);
             wait_products<0>();
             hold(o);
-            release(last);
-            if (raise) scale_outputs(factor);
+            release(cursor.stage);
+            cursor.advance();
         }
-        issue_values<kRecord>(last, a);
-        wait_products<0>();
-        hold(o);
-        release(last);
     }
     __device__ void run()
     {
 #pragma unroll
         for (int n = 0; n < kDim / 8; n++) o[n][0] = o[n][1] = o[n][2] = o[n][3] = 0.f;
-        if (!kLoadTwice) load_queries<true>();
         add_keys<true>();
         add_keys<false>();
         await_keys(); /* the end of the tile */

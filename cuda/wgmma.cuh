@@ -18,6 +18,19 @@
 namespace hkv
 {
 
+#if HKV_HAS_WGMMA
+#define HKV_TILE(d, n)  "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define HKV_TILES(d, n) HKV_TILE(d, n), HKV_TILE(d, n + 1), HKV_TILE(d, n + 2), HKV_TILE(d, n + 3)
+#define HKV_A(a)        "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
+#define HKV_R32                                                                                                        \
+    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"   \
+    "%30,%31"
+#define HKV_R64                                                                                                        \
+    HKV_R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,"    \
+            "%57,%58,%59,%60,%61,%62,%63"
+#define HKV_WGMMA(shape, type) "wgmma.mma_async.sync.aligned." shape ".f32." type "." type " "
+#endif
+
 /* Descriptor of a tile in the 128-byte swizzle. leading: bytes from 64 columns to the next where columns are contiguous
  * (transposed B); unused otherwise. stride: bytes from eight rows to the next. */
 __device__ __forceinline__ uint64_t swizzled_tile(uint32_t address, uint32_t leading, uint32_t stride)
@@ -55,6 +68,22 @@ template <int kTileCount> __device__ __forceinline__ void hold(float (&d)[kTileC
         }
 }
 
+/* If `wanted`, rows times factor[0] (d[n][0], d[n][1]) and factor[1]: in place. In C++ the branch would make copies of
+ * accumulators, for which ptxas gives up running products beside other work (its remark C7511). */
+__device__ __forceinline__ void scale_if(bool wanted, float (&d)[8][4], const float (&factor)[2])
+{
+#if HKV_HAS_WGMMA
+#define HKV_SCALE(r0, r1, r2, r3)                                                                                      \
+    "mul.f32 %" #r0 ", %" #r0 ", %32;\nmul.f32 %" #r1 ", %" #r1 ", %32;\nmul.f32 %" #r2 ", %" #r2                      \
+    ", %33;\nmul.f32 %" #r3 ", %" #r3 ", %33;\n"
+    asm volatile("{\n.reg .pred p;\nsetp.eq.b32 p, %34, 0;\n@p bra kept_%=;\n" HKV_SCALE(0, 1, 2, 3)
+                     HKV_SCALE(4, 5, 6, 7) HKV_SCALE(8, 9, 10, 11) HKV_SCALE(12, 13, 14, 15) HKV_SCALE(16, 17, 18, 19)
+                         HKV_SCALE(20, 21, 22, 23) HKV_SCALE(24, 25, 26, 27) HKV_SCALE(28, 29, 30, 31) "kept_%=:\n}"
+                 : HKV_TILES(d, 0), HKV_TILES(d, 4)
+                 : "f"(factor[0]), "f"(factor[1]), "r"(static_cast<int>(wanted)));
+#endif
+}
+
 /* What ordinary stores of this thread wrote to shared memory becomes visible to products. */
 __device__ __forceinline__ void fence_stores_for_products()
 {
@@ -75,19 +104,6 @@ template <int kRegisters> __device__ __forceinline__ void give_registers()
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 #endif
 }
-
-#if HKV_HAS_WGMMA
-#define HKV_TILE(d, n)  "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
-#define HKV_TILES(d, n) HKV_TILE(d, n), HKV_TILE(d, n + 1), HKV_TILE(d, n + 2), HKV_TILE(d, n + 3)
-#define HKV_A(a)        "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3])
-#define HKV_R32                                                                                                        \
-    "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,"   \
-    "%30,%31"
-#define HKV_R64                                                                                                        \
-    HKV_R32 ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,"    \
-            "%57,%58,%59,%60,%61,%62,%63"
-#define HKV_WGMMA(shape, type) "wgmma.mma_async.sync.aligned." shape ".f32." type "." type " "
-#endif
 
 /* d (+)= a b for 64 columns; is_first: d is not read. transposed: b's columns, not its rows, are contiguous. */
 template <bool kBf16, bool kTransposed>
