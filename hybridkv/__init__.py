@@ -26,6 +26,7 @@ from ._core import (
     set_num_threads,
 )
 from ._core import cpu_paths as _cpu_paths
+from ._core import devices as _devices
 from .cache import Cache, CacheStats, Sequence, Step
 from .config import ConfigWarning, HybridConfig
 from .records import record_decode, record_encode, record_layout
@@ -53,6 +54,7 @@ __all__ = [
     "__version__",
     "cpu_path",
     "cpu_paths",
+    "devices",
     "get_num_threads",
     "record_decode",
     "record_encode",
@@ -64,3 +66,8 @@ __all__ = [
 def cpu_paths() -> dict[str, bool]:
     """The CPU code paths in ascending order of preference, and whether this machine can run them."""
     return dict(_cpu_paths())
+
+
+def devices() -> dict[str, int]:
+    """How many devices there are of each kind, ``{"cpu": 1, "cuda": 0}``; the command ``hybridkv info`` says why."""
+    return {name: count for name, count, _ in _devices()}
