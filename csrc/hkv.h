@@ -380,7 +380,9 @@ hkv_status hkv_cache_reset(hkv_cache *cache, hkv_error *error);
  * order) or NULL: without them blocks completed in this step can only be found again where add_sequence named their
  * tokens. Blocks are reserved here, so HKV_ERR_CACHE_FULL comes before anything changed and can be retried after a
  * free. The sequences have their new length from now on. The step is decided on `stream` (a CUDA stream, NULL on the
- * CPU); it must be the one of the attends, or ordered before them and after those of the previous step. */
+ * CPU); it must be the one of the attends, or ordered before them and after those of the previous step. On a device the
+ * error can be that of an earlier step (hkv_store_begin), whose tokens are missing then: truncate or free its
+ * sequences. */
 hkv_status hkv_cache_begin(hkv_cache *cache, const hkv_sequence *sequences, const int64_t *n_tokens, int32_t n_rows,
                            const int64_t *token_ids, int64_t clock, void *stream, hkv_error *error);
 /* Attend one layer of the open step; each layer once. */
