@@ -3,18 +3,19 @@
  * Query rows are taken four at a time. Records go through cpu_avx512_records.h, at most CALL_RECORDS of them between
  * two merges into the caller's state; rows of pages and tensors through cpu_avx512_rows.h.
  *
- * Progressive reading first weighs the keys of all those records at INT4 (survey), then decides, then reads what was
- * decided, while the caches still hold the first part. Weights are kept relative to the record's own largest score, so
- * that those of the survey serve where a record stays at INT4.
+ * Progressive reading first weighs the keys of a run of records at INT4 (survey), then decides and has what was decided
+ * fetched, and reads that after the survey of the next run, when it has come. Weights are kept relative to the record's
+ * own largest score, so that those of the survey serve where a record stays at INT4.
  */
 #include "cpu_avx512_rows.h"
 
 #if defined(__x86_64__)
 
 enum {
-    CALL_RECORDS = 32,
+    CALL_RECORDS = 64,
     KEPT_WEIGHTS = 16384,                                           /* floats of the survey's weights that are kept */
     MAX_RUN = 8,                                                    /* records whose keys are weighed together */
+    AHEAD_BYTES = 10240,                                            /* about what is prefetched at a time */
     RUN_WEIGHTS = MAX_RUN * HKV_BLOCK_ROWS * HKV_MAX_BLOCK_SIZE / 4 /* floats, for smaller blocks */
 };
 
@@ -176,18 +177,17 @@ HKV_AVX512_INLINE row_sums record_soften(const hkv_record_shape shape, const row
 
 /* Softmax weights of n records' tokens, relative to each record's own maximum: weights [n, HKV_BLOCK_ROWS, TP], parts
  * [n]. The next record's queries are made and the last one's scores softened beside the products of one record, so that
- * the processor finds independent work. `ahead` comes after the last record. */
+ * the processor finds independent work. ahead[s] is prefetched in step with record s. */
 HKV_AVX512_INLINE void records_weigh(const hkv_record_shape shape, const row_block *rows, const hkv_cpu_source *sources,
-                                     int32_t n, const uint8_t *ahead, float *weights, row_sums *parts)
+                                     int32_t n, const uint8_t *const *ahead, float *weights, row_sums *parts)
 {
     const hkv_format *f = rows->query->format;
     const size_t stride = HKV_BLOCK_ROWS * (size_t)f->stored_tokens;
     hkv_key_side sides[2];
-    key_side_load(shape, rows, sources[0].data, n > 1 ? sources[1].data : ahead, &sides[0]);
+    key_side_load(shape, rows, sources[0].data, ahead[0], &sides[0]);
     for (int32_t s = 0; s < n; s++) {
-        const uint8_t *next = s + 1 < n ? sources[s + 1].data : ahead;
-        if (s + 1 < n) key_side_load(shape, rows, next, s + 2 < n ? sources[s + 2].data : ahead, &sides[(s + 1) & 1]);
-        hkv_record_dots(shape, f, sources[s].data, &sides[s & 1], tiles_of(sources[s].n_tokens), next,
+        if (s + 1 < n) key_side_load(shape, rows, sources[s + 1].data, ahead[s + 1], &sides[(s + 1) & 1]);
+        hkv_record_dots(shape, f, sources[s].data, &sides[s & 1], tiles_of(sources[s].n_tokens), ahead[s],
                         weights + (size_t)s * stride);
         if (s > 0) parts[s - 1] = record_soften(shape, rows, &sources[s - 1], weights + (size_t)(s - 1) * stride);
     }
@@ -207,14 +207,14 @@ HKV_AVX512_INLINE void record_add(const hkv_record_shape shape, const hkv_format
 
 typedef struct record_kernels {
     void (*weigh)(const row_block *rows, const hkv_cpu_source *sources, int32_t n, int32_t with_low,
-                  const uint8_t *ahead, float *weights, row_sums *parts);
+                  const uint8_t *const *ahead, float *weights, row_sums *parts);
     void (*add)(const hkv_format *f, const hkv_cpu_source *source, int32_t with_low, const float *weights,
                 const float *factor, const uint8_t *ahead, hkv_value_sums *sums);
 } record_kernels;
 
 #define RECORD_KERNELS(name, rows_n, groups, half)                                                                     \
     static void weigh_##name(const row_block *rows, const hkv_cpu_source *sources, int32_t n, int32_t with_low,        \
-                             const uint8_t *ahead, float *weights, row_sums *parts)                                    \
+                             const uint8_t *const *ahead, float *weights, row_sums *parts)                             \
     {                                                                                                                  \
         const hkv_format *f = rows->query->format;                                                                     \
         (void)f;                                                                                                       \
@@ -323,15 +323,20 @@ static void state_merge_row(const hkv_cpu_query *query, hkv_cpu_state *state, in
 /* Words of one row summed over their columns, as DP channels. */
 static void value_sums_row(const hkv_format *f, const hkv_value_sums *sums, int32_t row, float *acc)
 {
+    const __m512i by_channel = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
     for (int32_t g = 0; g < (f->stored_dim + 63) / 64; g++) {
-        float base = sums->base[row][g / 2];
-        int32_t n_steps = f->stored_dim - 64 * g < 64 ? 2 : 4;
-        for (int32_t r = 0; r < 16; r++) {
-            __m512 words = sums->words[row][g][r & 7][r >> 3];
-            __m256 halves = _mm256_add_ps(_mm512_castps512_ps256(words), _mm512_extractf32x8_ps(words, 1));
-            float steps[4];
-            _mm_storeu_ps(steps, _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1)));
-            for (int32_t s = 0; s < n_steps; s++) acc[64 * g + 16 * s + r] = steps[s] + base;
+        const __m512 base = _mm512_set1_ps(sums->base[row][g / 2]);
+        const int32_t n_steps = f->stored_dim - 64 * g < 64 ? 2 : 4;
+        __m512i quads[4], steps[4]; /* quads[k]: lane j, dword s is channel 16 s + 4 k + j */
+        for (int32_t k = 0; k < 4; k++) {
+            const __m512(*words)[2] = &sums->words[row][g][4 * k & 7];
+            quads[k] = _mm512_castps_si512(
+                hkv_fold_lanes_ps(words[0][k >> 1], words[1][k >> 1], words[2][k >> 1], words[3][k >> 1]));
+        }
+        hkv_words_by_step(quads, steps);
+        for (int32_t s = 0; s < n_steps; s++) {
+            __m512 channels = _mm512_castsi512_ps(_mm512_permutexvar_epi32(by_channel, steps[s]));
+            _mm512_storeu_ps(acc + 64 * g + 16 * s, _mm512_add_ps(channels, base));
         }
     }
 }
@@ -354,11 +359,13 @@ typedef struct record_batch {
     const hkv_cpu_query *query;
     const hkv_cpu_source *sources; /* [n] records */
     int32_t n;
-    int32_t max_run;                /* records that are weighed together */
-    int32_t readings[CALL_RECORDS]; /* hkv_precision or HKV_NOT_READ */
-    float *kept;                    /* weights of the survey at INT4, NULL where there was none or they do not fit */
-    row_sums *kept_parts;           /* [row blocks, n] */
-    float *source_lse;              /* [n, n_rows] or NULL */
+    int32_t max_run;                    /* records that are weighed together */
+    int32_t distance;                   /* records by which keys are prefetched */
+    int32_t readings[CALL_RECORDS];     /* hkv_precision or HKV_NOT_READ */
+    const uint8_t *ahead[CALL_RECORDS]; /* what is prefetched while a record is read */
+    float *kept;          /* weights of the survey at INT4, NULL where there was none or they do not fit */
+    row_sums *kept_parts; /* [row blocks, n] */
+    float *source_lse;    /* [n, n_rows] or NULL */
 } record_batch;
 
 static size_t kept_idx(const record_batch *batch, int32_t block, int32_t s)
@@ -376,67 +383,91 @@ static float *batch_lse(const record_batch *batch, int32_t s)
     return batch->source_lse ? batch->source_lse + (size_t)s * (size_t)batch->query->n_rows : NULL;
 }
 
-/* The next record that is read, for prefetching; the record itself if there is none. */
-static const uint8_t *record_ahead(const record_batch *batch, int32_t s)
+/* While a record is surveyed, the one `distance` further; the last ones stand for themselves. */
+static void look_ahead_in_survey(record_batch *batch)
 {
-    for (int32_t next = s + 1; next < batch->n; next++)
-        if (batch->readings[next] != HKV_NOT_READ) return batch->sources[next].data;
-    return batch->sources[s].data;
+    for (int32_t s = 0; s < batch->n; s++)
+        batch->ahead[s] = batch->sources[s + batch->distance < batch->n ? s + batch->distance : s].data;
 }
 
-/* Records from s on that are weighed together: those read with (or without) low planes alike, if not kept. */
-static int32_t run_length(const record_batch *batch, int32_t s)
+/* The same among the records first .. end-1 that are read. */
+static void look_ahead_in_reading(record_batch *batch, int32_t first, int32_t end)
+{
+    int32_t queue[CALL_RECORDS], n = 0;
+    for (int32_t s = first; s < end; s++)
+        if (batch->readings[s] != HKV_NOT_READ) queue[n++] = s;
+    for (int32_t i = 0; i < n; i++)
+        batch->ahead[queue[i]] = batch->sources[queue[i + batch->distance < n ? i + batch->distance : i]].data;
+}
+
+/* Records from s on, before `end`, that are weighed together: those read with (or without) low planes alike. */
+static int32_t run_length(const record_batch *batch, int32_t s, int32_t end)
 {
     int32_t with_low = batch->readings[s] != HKV_READ_INT4, n = 1;
-    while (n < batch->max_run && s + n < batch->n && batch->readings[s + n] != HKV_NOT_READ &&
+    while (n < batch->max_run && s + n < end && batch->readings[s + n] != HKV_NOT_READ &&
            (batch->readings[s + n] != HKV_READ_INT4) == with_low)
         n++;
     return n;
 }
 
-static void records_add(const record_batch *batch, const row_block *rows, int32_t first, int32_t n,
-                        const float *weights, const row_sums *parts, row_sums *running, hkv_value_sums *sums)
+/* A block of rows and what it has of a batch so far. */
+typedef struct block_sums {
+    row_block rows;
+    int32_t block;
+    row_sums running;
+    hkv_value_sums values;
+} block_sums;
+
+static void block_sums_start(const hkv_cpu_query *query, int32_t block, block_sums *sums)
+{
+    sums->rows = row_block_at(query, block * HKV_BLOCK_ROWS);
+    sums->block = block;
+    sums->running = row_sums_empty();
+    value_sums_clear(&sums->rows, &sums->values);
+}
+
+static void records_add(const record_batch *batch, int32_t first, int32_t n, const float *weights,
+                        const row_sums *parts, block_sums *sums)
 {
     const hkv_format *f = batch->query->format;
-    const record_kernels *kernels = record_kernels_of(f, rows->n_rows);
+    const record_kernels *kernels = record_kernels_of(f, sums->rows.n_rows);
     for (int32_t s = first; s < first + n; s++) {
         size_t at = (size_t)(s - first);
-        const uint8_t *ahead =
-            batch->kept && batch->readings[s] != HKV_READ_INT4 ? batch->sources[s].data : record_ahead(batch, s);
         float factor[HKV_BLOCK_ROWS];
-        keep_lse(rows, &parts[at], batch_lse(batch, s));
-        running_update(rows, &parts[at], running, sums, factor);
+        keep_lse(&sums->rows, &parts[at], batch_lse(batch, s));
+        running_update(&sums->rows, &parts[at], &sums->running, &sums->values, factor);
         kernels->add(f, &batch->sources[s], batch->readings[s] == HKV_READ_INT8,
-                     weights + at * HKV_BLOCK_ROWS * (size_t)f->stored_tokens, factor, ahead, sums);
+                     weights + at * HKV_BLOCK_ROWS * (size_t)f->stored_tokens, factor, batch->ahead[s], &sums->values);
     }
 }
 
-/* Read the records as decided, for one block of rows. */
-static void batch_attend(const record_batch *batch, int32_t block, hkv_cpu_state *state)
+/* Read the records first .. end-1 as decided. */
+static void batch_attend(const record_batch *batch, int32_t first, int32_t end, block_sums *sums)
 {
-    const row_block rows = row_block_at(batch->query, block * HKV_BLOCK_ROWS);
-    const record_kernels *kernels = record_kernels_of(batch->query->format, rows.n_rows);
+    const record_kernels *kernels = record_kernels_of(batch->query->format, sums->rows.n_rows);
     const row_sums unread = row_sums_empty();
     float own_weights[RUN_WEIGHTS];
-    hkv_value_sums sums;
-    row_sums running = row_sums_empty(), own_parts[MAX_RUN];
+    row_sums own_parts[MAX_RUN];
     int32_t n;
-    value_sums_clear(&rows, &sums);
-    for (int32_t s = 0; s < batch->n; s += n) {
+    for (int32_t s = first; s < end; s += n) {
         n = 1;
         if (batch->readings[s] == HKV_NOT_READ) {
-            keep_lse(&rows, &unread, batch_lse(batch, s));
+            keep_lse(&sums->rows, &unread, batch_lse(batch, s));
         } else if (batch->kept && batch->readings[s] == HKV_READ_INT4) {
-            records_add(batch, &rows, s, 1, kept_weights(batch, block, s),
-                        &batch->kept_parts[kept_idx(batch, block, s)], &running, &sums);
+            records_add(batch, s, 1, kept_weights(batch, sums->block, s),
+                        &batch->kept_parts[kept_idx(batch, sums->block, s)], sums);
         } else {
-            n = run_length(batch, s);
-            kernels->weigh(&rows, &batch->sources[s], n, batch->readings[s] != HKV_READ_INT4,
-                           record_ahead(batch, s + n - 1), own_weights, own_parts);
-            records_add(batch, &rows, s, n, own_weights, own_parts, &running, &sums);
+            n = run_length(batch, s, end);
+            kernels->weigh(&sums->rows, &batch->sources[s], n, batch->readings[s] != HKV_READ_INT4, &batch->ahead[s],
+                           own_weights, own_parts);
+            records_add(batch, s, n, own_weights, own_parts, sums);
         }
     }
-    value_sums_merge(&rows, &running, &sums, state);
+}
+
+static void block_sums_end(const block_sums *sums, hkv_cpu_state *state)
+{
+    value_sums_merge(&sums->rows, &sums->running, &sums->values, state);
 }
 
 /* -------------------------------------------------------------------------------------------- progressive reading */
@@ -461,32 +492,44 @@ HKV_AVX512_INLINE float rows_share(const row_block *rows, const row_sums *part, 
     return _mm_cvtss_f32(_mm_max_ss(share, _mm_shuffle_ps(share, share, 1)));
 }
 
-/* Weigh all keys at INT4, some records at a time, and decide. */
-static void batch_survey(record_batch *batch, hkv_cpu_progressive *progressive)
+/* Weigh the keys of a run, records first .. end-1, at INT4 and decide. */
+static void batch_survey(record_batch *batch, int32_t first, int32_t end, hkv_cpu_progressive *progressive)
 {
     const hkv_format *f = batch->query->format;
-    int32_t n_blocks = (batch->query->n_rows + HKV_BLOCK_ROWS - 1) / HKV_BLOCK_ROWS, n;
-    float own_weights[RUN_WEIGHTS];
+    const hkv_cpu_source *sources = batch->sources + first;
+    int32_t n_blocks = (batch->query->n_rows + HKV_BLOCK_ROWS - 1) / HKV_BLOCK_ROWS, n = end - first;
+    float own_weights[RUN_WEIGHTS], shares[MAX_RUN];
     row_sums own_parts[MAX_RUN];
-    for (int32_t first = 0; first < batch->n; first += n) {
-        const hkv_cpu_source *sources = batch->sources + first;
-        float shares[MAX_RUN];
-        n = batch->n - first < batch->max_run ? batch->n - first : batch->max_run;
-        for (int32_t s = 0; s < n; s++) shares[s] = -1.0f;
-        for (int32_t block = 0; block < n_blocks; block++) {
-            const row_block rows = row_block_at(batch->query, block * HKV_BLOCK_ROWS);
-            float *weights = batch->kept ? kept_weights(batch, block, first) : own_weights;
-            row_sums *parts = batch->kept ? &batch->kept_parts[kept_idx(batch, block, first)] : own_parts;
-            const uint8_t *ahead = sources[first + n < batch->n ? n : n - 1].data;
-            record_kernels_of(f, rows.n_rows)->weigh(&rows, sources, n, 0, ahead, weights, parts);
-            for (int32_t s = 0; s < n; s++)
-                shares[s] = fmaxf(shares[s], rows_share(&rows, &parts[s], progressive->reference_lse));
-        }
-        for (int32_t s = 0; s < n; s++) {
-            batch->readings[first + s] = hkv_cpu_progressive_decide(f, &sources[s], (double)shares[s], progressive);
-            prefetch_reading(f, sources[s].data, batch->readings[first + s]);
-        }
+    for (int32_t s = 0; s < n; s++) shares[s] = -1.0f;
+    for (int32_t block = 0; block < n_blocks; block++) {
+        const row_block rows = row_block_at(batch->query, block * HKV_BLOCK_ROWS);
+        float *weights = batch->kept ? kept_weights(batch, block, first) : own_weights;
+        row_sums *parts = batch->kept ? &batch->kept_parts[kept_idx(batch, block, first)] : own_parts;
+        record_kernels_of(f, rows.n_rows)->weigh(&rows, sources, n, 0, &batch->ahead[first], weights, parts);
+        for (int32_t s = 0; s < n; s++)
+            shares[s] = fmaxf(shares[s], rows_share(&rows, &parts[s], progressive->reference_lse));
     }
+    for (int32_t s = 0; s < n; s++) {
+        batch->readings[first + s] = hkv_cpu_progressive_decide(f, &sources[s], (double)shares[s], progressive);
+        prefetch_reading(f, sources[s].data, batch->readings[first + s]);
+    }
+    look_ahead_in_reading(batch, first, end);
+}
+
+/* Survey a run, then read the one before, for which the memory had the time of a survey. */
+static void batch_attend_progressively(record_batch *batch, hkv_cpu_progressive *progressive, hkv_cpu_state *state)
+{
+    block_sums sums;
+    int32_t read = 0, n;
+    block_sums_start(batch->query, 0, &sums);
+    for (int32_t first = 0; first < batch->n; first += n) {
+        n = batch->n - first < batch->max_run ? batch->n - first : batch->max_run;
+        batch_survey(batch, first, first + n, progressive);
+        batch_attend(batch, read, first, &sums);
+        read = first;
+    }
+    batch_attend(batch, read, batch->n, &sums);
+    block_sums_end(&sums, state);
 }
 
 /* Is any of a source's tokens visible to any row? */
@@ -517,25 +560,62 @@ static int32_t run_limit(const hkv_format *f)
     return n < MAX_RUN ? n : MAX_RUN;
 }
 
+/* The records that are read before any prefetching in step with others can have reached them. */
+static void prefetch_first(const record_batch *batch, hkv_precision precision)
+{
+    const hkv_format *f = batch->query->format;
+    for (int32_t s = 0; s < batch->n && s < batch->distance; s++) {
+        const uint8_t *record = batch->sources[s].data;
+        prefetch_bytes(record + f->k_params_offset, f->v_params_offset - f->k_params_offset);
+        if (precision > HKV_READ_INT4) prefetch_bytes(record + f->k_low_offset, f->v_params_offset - f->k_high_offset);
+    }
+}
+
+/* Records by which prefetching runs ahead: a short one is read faster than memory answers. */
+static int32_t prefetch_distance(const hkv_format *f, hkv_precision precision)
+{
+    size_t key_bytes = (f->v_params_offset - f->k_params_offset) * (precision > HKV_READ_INT4 ? 2 : 1);
+    return key_bytes < AHEAD_BYTES ? (int32_t)(AHEAD_BYTES / key_bytes) : 1;
+}
+
 static void records_attend(const hkv_cpu_query *query, const hkv_cpu_source *sources, int32_t n, hkv_cpu_state *state,
                            hkv_cpu_progressive *progressive, float *source_lse)
 {
     float kept[KEPT_WEIGHTS] __attribute__((aligned(64)));
     row_sums kept_parts[KEPT_WEIGHTS / (HKV_BLOCK_ROWS * HKV_TILE_TOKENS)];
-    record_batch batch = {
-        .query = query, .sources = sources, .n = n, .max_run = run_limit(query->format), .source_lse = source_lse};
+    const int32_t is_progressive = progressive && (progressive->skip_mass > 0.0f || progressive->refine_mass > 0.0f);
+    const hkv_precision precision = is_progressive ? HKV_READ_INT4 : sources[0].precision;
+    record_batch batch = {.query = query,
+                          .sources = sources,
+                          .n = n,
+                          .max_run = run_limit(query->format),
+                          .distance = prefetch_distance(query->format, precision),
+                          .source_lse = source_lse};
     int32_t n_blocks = (query->n_rows + HKV_BLOCK_ROWS - 1) / HKV_BLOCK_ROWS;
-    if (progressive && (progressive->skip_mass > 0.0f || progressive->refine_mass > 0.0f)) {
+    prefetch_first(&batch, precision);
+    if (is_progressive) {
         size_t n_weights = (size_t)n_blocks * (size_t)n * HKV_BLOCK_ROWS * (size_t)query->format->stored_tokens;
         if (n_weights <= KEPT_WEIGHTS) {
             batch.kept = kept;
             batch.kept_parts = kept_parts;
         }
-        batch_survey(&batch, progressive);
+        look_ahead_in_survey(&batch);
+        if (n_blocks == 1) {
+            batch_attend_progressively(&batch, progressive, state);
+            return;
+        }
+        for (int32_t first = 0; first < n; first += batch.max_run)
+            batch_survey(&batch, first, first + batch.max_run < n ? first + batch.max_run : n, progressive);
     } else {
         batch_read_all(&batch, progressive);
+        look_ahead_in_reading(&batch, 0, n);
     }
-    for (int32_t block = 0; block < n_blocks; block++) batch_attend(&batch, block, state);
+    for (int32_t block = 0; block < n_blocks; block++) {
+        block_sums sums;
+        block_sums_start(query, block, &sums);
+        batch_attend(&batch, 0, n, &sums);
+        block_sums_end(&sums, state);
+    }
 }
 
 /* Records to take at once: as many as the survey can keep the weights of, if it can of any. */

@@ -108,15 +108,22 @@ HKV_AVX512_INLINE int32_t hkv_code_middle(int32_t with_low)
     return with_low ? 128 : 120;
 }
 
-/* 16 columns as int32 that fit int16, in pairs: the dwords of 128-bit lane c become columns (2c, 2c + 1) in `upper`,
- * (2c + 8, 2c + 9) in `lower`. */
-HKV_AVX512_INLINE void hkv_pair_words(__m512i columns, __m512i *upper, __m512i *lower)
+/* `packed` holds two steps of 16 columns, as _mm512_packs_epi32 puts them together. The dwords of 128-bit lane c become
+ * columns (2c, 2c + 1) of step `step` in `upper`, (2c + 8, 2c + 9) in `lower`. */
+HKV_AVX512_INLINE void hkv_spread_pairs(__m512i packed, int32_t step, __m512i *upper, __m512i *lower)
 {
-    const __m512i upper_words = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
-    const __m512i lower_words = _mm512_setr_epi32(4, 4, 4, 4, 5, 5, 5, 5, 6, 6, 6, 6, 7, 7, 7, 7);
-    __m512i pairs = _mm512_castsi256_si512(_mm512_cvtepi32_epi16(columns));
-    *upper = _mm512_permutexvar_epi32(upper_words, pairs);
-    *lower = _mm512_permutexvar_epi32(lower_words, pairs);
+    const __m512i upper_words = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 4, 4, 4, 4, 5, 5, 5, 5);
+    const __m512i lower_words = _mm512_setr_epi32(8, 8, 8, 8, 9, 9, 9, 9, 12, 12, 12, 12, 13, 13, 13, 13);
+    const __m512i of_step = _mm512_set1_epi32(2 * step);
+    *upper = _mm512_permutexvar_epi32(_mm512_add_epi32(upper_words, of_step), packed);
+    *lower = _mm512_permutexvar_epi32(_mm512_add_epi32(lower_words, of_step), packed);
+}
+
+/* Every dword becomes the sum over its 128-bit lane. */
+HKV_AVX512_INLINE __m512i hkv_sum_within_lanes(__m512i x)
+{
+    x = _mm512_add_epi32(x, _mm512_shuffle_epi32(x, _MM_PERM_BADC));
+    return _mm512_add_epi32(x, _mm512_shuffle_epi32(x, _MM_PERM_CDAB));
 }
 
 /* ------------------------------------------------------------------------------------------------------------- keys */
@@ -125,7 +132,7 @@ HKV_AVX512_INLINE void hkv_pair_words(__m512i columns, __m512i *upper, __m512i *
 typedef struct hkv_key_side {
     /* 128-bit lane c: channels (2c, 2c + 1) of a 16-channel step, [1]: (2c + 8, 2c + 9) */
     __m512i q[HKV_MAX_STEPS][2][HKV_BLOCK_ROWS];
-    __m512i start[HKV_BLOCK_ROWS]; /* -middle times the sum of q over a lane's channels */
+    __m512i start[HKV_BLOCK_ROWS]; /* summed over lanes: -middle times the sum of q */
     float unit[HKV_BLOCK_ROWS];    /* of scores */
     float base[HKV_BLOCK_ROWS];    /* score of zero + 128 scale */
 } hkv_key_side;
@@ -166,15 +173,15 @@ HKV_AVX512_INLINE void hkv_key_side_make(const hkv_record_shape shape, const hkv
     _mm_storeu_ps(side->unit, _mm_mul_ps(_mm_loadu_ps(side->unit), _mm_set1_ps(softmax_scale)));
     _mm_storeu_ps(side->base, _mm_mul_ps(hkv_reduce_rows_add(shape.n_rows, base), _mm_set1_ps(softmax_scale)));
     for (int32_t i = 0; i < shape.n_rows; i++) {
+        const __m512 to_fixed = _mm512_set1_ps(inverse[i]);
         __m512i start = _mm512_setzero_si512();
-        for (int32_t s = 0; s < n_steps; s++) {
-            __m512i *words = &side->q[s][0][i];
-            hkv_pair_words(_mm512_cvtps_epi32(_mm512_mul_ps(product[i][s], _mm512_set1_ps(inverse[i]))), &words[0],
-                           &words[HKV_BLOCK_ROWS]);
-            start = _mm512_dpwssd_epi32(start, words[0], middle);
-            start = _mm512_dpwssd_epi32(start, words[HKV_BLOCK_ROWS], middle);
+        for (int32_t s = 0; s < n_steps; s += 2) { /* there are always two more */
+            __m512i packed = _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(product[i][s], to_fixed)),
+                                                _mm512_cvtps_epi32(_mm512_mul_ps(product[i][s + 1], to_fixed)));
+            start = _mm512_dpwssd_epi32(start, packed, middle);
+            for (int32_t j = 0; j < 2; j++) hkv_spread_pairs(packed, j, &side->q[s + j][0][i], &side->q[s + j][1][i]);
         }
-        side->start[i] = start;
+        side->start[i] = hkv_sum_within_lanes(start);
     }
 }
 
@@ -195,6 +202,13 @@ HKV_AVX512_INLINE __m512i hkv_fold_lanes(__m512i a, __m512i b, __m512i c, __m512
     __m512i ab = _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
     __m512i cd = _mm512_add_epi32(_mm512_shuffle_i32x4(c, d, 0x88), _mm512_shuffle_i32x4(c, d, 0xdd));
     return _mm512_add_epi32(_mm512_shuffle_i32x4(ab, cd, 0x88), _mm512_shuffle_i32x4(ab, cd, 0xdd));
+}
+
+HKV_AVX512_INLINE __m512 hkv_fold_lanes_ps(__m512 a, __m512 b, __m512 c, __m512 d)
+{
+    __m512 ab = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+    __m512 cd = _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xdd));
+    return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
 }
 
 /* Scores of tiles 0 .. n_tiles-1 for every row: scores [n_rows, TP]. `ahead` is prefetched in step with the record. */
@@ -255,7 +269,7 @@ HKV_AVX512_INLINE void hkv_record_dots(const hkv_record_shape shape, const hkv_f
 typedef struct hkv_value_side {
     /* word 4c + step: tokens (2c, 2c + 1) of a tile, [1]: (2c + 8, 2c + 9), whatever the step */
     __m512i p[HKV_MAX_VALUE_GROUPS][HKV_MAX_TILES][2][HKV_BLOCK_ROWS];
-    __m512i start[HKV_MAX_VALUE_GROUPS][HKV_BLOCK_ROWS]; /* -middle times the sum over a word's tokens */
+    __m512i start[HKV_MAX_VALUE_GROUPS][HKV_BLOCK_ROWS]; /* summed over lanes: -middle times the sum of p */
     float unit[HKV_MAX_VALUE_GROUPS][HKV_BLOCK_ROWS];
     float base[HKV_MAX_VALUE_GROUPS][HKV_BLOCK_ROWS]; /* sum of p * (zero + 128 scale) */
 } hkv_value_side;
@@ -299,15 +313,17 @@ HKV_AVX512_INLINE void hkv_value_side_make(const hkv_record_shape shape, const h
         hkv_fixed_units(hkv_reduce_rows_max(shape.n_rows, largest), side->unit[vg], inverse);
         _mm_storeu_ps(side->base[vg], hkv_reduce_rows_add(shape.n_rows, base));
         for (int32_t i = 0; i < shape.n_rows; i++) {
+            const __m512 to_fixed = _mm512_set1_ps(inverse[i]);
             __m512i start = _mm512_setzero_si512();
-            for (int32_t tile = 0; tile < n_tiles; tile++) {
-                __m512i *p = &side->p[vg][tile][0][i];
-                hkv_pair_words(_mm512_cvtps_epi32(_mm512_mul_ps(scaled[i][tile], _mm512_set1_ps(inverse[i]))), &p[0],
-                               &p[HKV_BLOCK_ROWS]);
-                start = _mm512_dpwssd_epi32(start, p[0], middle);
-                start = _mm512_dpwssd_epi32(start, p[HKV_BLOCK_ROWS], middle);
+            for (int32_t tile = 0; tile < n_tiles; tile += 2) {
+                __m512 second = tile + 1 < n_tiles ? scaled[i][tile + 1] : _mm512_setzero_ps();
+                __m512i packed = _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(scaled[i][tile], to_fixed)),
+                                                    _mm512_cvtps_epi32(_mm512_mul_ps(second, to_fixed)));
+                start = _mm512_dpwssd_epi32(start, packed, middle);
+                for (int32_t j = 0; j < 2 && tile + j < n_tiles; j++)
+                    hkv_spread_pairs(packed, j, &side->p[vg][tile + j][0][i], &side->p[vg][tile + j][1][i]);
             }
-            side->start[vg][i] = start;
+            side->start[vg][i] = hkv_sum_within_lanes(start);
         }
     }
 }

@@ -1,9 +1,12 @@
 /* cpu_decode.c - attention of decode rows.
  *
  * An item is one (row, KV head). Its hot part (new tokens and hot pages) comes first and gives the reference of
- * progressive reading; then the cold blocks in tasks of a fixed number of stored bytes, each with a partial softmax of
+ * progressive reading; then the cold blocks in tasks of about as many stored bytes, each with a partial softmax of
  * its own; the partials are merged in the order of the blocks. So the result does not depend on the number of threads.
  * Items run in waves that fit the workspace, the tasks of a wave in rounds of as many as an item has partials for.
+ *
+ * A round is one job of the pool, since each costs microseconds: its tasks wait for the earlier ones that they need,
+ * and whichever ends last does what needs them all.
  *
  * Items of more than CHUNK_ROWS query rows are split into chunks of heads, one after the other. What is read of a
  * record is then decided beforehand (survey_run), since the decision belongs to all heads together.
@@ -11,12 +14,13 @@
 #include "cpu_step.h"
 
 #include <math.h>
+#include <stdatomic.h>
 
 enum {
     CHUNK_ROWS = 64,   /* query rows of a kernel call */
-    CALL_SOURCES = 32, /* sources of a kernel call */
+    CALL_SOURCES = 64, /* sources of a kernel call */
     HOT_SOURCES = 64,  /* at least 16 sinks, 17 blocks of the window, 2 blocks of new tokens */
-    TASK_BYTES = 192 << 10,
+    TASK_BYTES = 512 << 10,
     WAVE_ITEMS = 256,
     HEADERS_AHEAD = 16,   /* blocks by which headers are prefetched */
     MIN_PARTIALS = 16,    /* partial states of an item */
@@ -40,7 +44,9 @@ typedef struct decode_item {
     hkv_cpu_query query;
     int32_t chunk_heads;           /* heads of every chunk but the last */
     int32_t first_block, n_blocks; /* logical blocks that some query token sees, new tokens included */
-    int32_t n_tasks, n_partials;
+    int32_t n_tasks, blocks_per_task, n_partials;
+    atomic_int is_ready;           /* its hot part is done */
+    atomic_int n_open;             /* tasks of the round that have not ended */
     int32_t is_decided;            /* `reading` says all about records */
     float *q;                      /* [chunk rows, DP] */
     float *reference_lse;          /* [chunk rows] */
@@ -59,13 +65,15 @@ typedef struct decode_item {
 
 typedef struct decode_job {
     const hkv_cpu_step *step;
-    int32_t blocks_per_task;
     int32_t has_mass;  /* masses are asked for or kept in headers */
     int32_t is_survey; /* tasks only find out shares */
     decode_item *items;
     int32_t n_items;
-    int32_t *first_task; /* [n_items + 1] tasks of this round */
+    atomic_int *head_is_decayed; /* [n_kv_heads] histories of its records */
+    atomic_int *head_n_open;     /* [n_kv_heads] items of the wave that are not finished */
     int32_t round;
+    int32_t n_decays, n_prepares; /* tasks of this round, first of all */
+    int32_t *first_task;          /* [n_items + 1] cold tasks of this round */
 } decode_job;
 
 static int32_t is_decoded(const hkv_plan_row *row)
@@ -90,10 +98,13 @@ static const hkv_plan_row *item_row(const decode_job *job, const decode_item *it
 
 /* ------------------------------------------------------------------------------------------------------- workspace */
 
-static int32_t blocks_of_task(const hkv_format *f)
+/* Cut n_blocks, which may be none, into tasks of nearly the same size: at least one, as the item ends with its last. */
+static void item_cut(const hkv_format *f, int32_t n_blocks, decode_item *item)
 {
-    int32_t n = (int32_t)(TASK_BYTES / f->record_bytes);
-    return n > 0 ? n : 1;
+    int32_t limit = f->record_bytes < TASK_BYTES ? (int32_t)(TASK_BYTES / f->record_bytes) : 1;
+    int32_t n_tasks = n_blocks > limit ? (n_blocks + limit - 1) / limit : 1;
+    item->blocks_per_task = n_blocks > 0 ? (n_blocks + n_tasks - 1) / n_tasks : 1;
+    item->n_tasks = n_blocks > 0 ? (n_blocks + item->blocks_per_task - 1) / item->blocks_per_task : 1;
 }
 
 /* Memory of an item of n_blocks blocks and n_rows query rows a chunk. */
@@ -104,7 +115,7 @@ static void item_place(const hkv_format *f, int32_t n_rows, int32_t n_blocks, hk
     int32_t n_partials = TARGET_PARTIALS * TARGET_ROWS / n_rows;
     if (n_partials < MIN_PARTIALS) n_partials = MIN_PARTIALS;
     item->n_blocks = n_blocks;
-    item->n_tasks = (n_blocks + blocks_of_task(f) - 1) / blocks_of_task(f);
+    item_cut(f, n_blocks, item);
     item->n_partials = at_most(at_most(n_partials, TARGET_PARTIALS), item->n_tasks);
     item->q = hkv_cpu_arena_take(arena, rows * (size_t)f->stored_dim * sizeof(float));
     item->reference_lse = hkv_cpu_arena_take(arena, rows * sizeof(float));
@@ -135,7 +146,8 @@ static int32_t wave_items(const hkv_group *group)
 static size_t wave_table_bytes(const hkv_group *group)
 {
     size_t n_items = (size_t)wave_items(group);
-    return hkv_cpu_arena_bytes(n_items * sizeof(decode_item)) + hkv_cpu_arena_bytes((n_items + 1) * sizeof(int32_t));
+    return hkv_cpu_arena_bytes(n_items * sizeof(decode_item)) + hkv_cpu_arena_bytes((n_items + 1) * sizeof(int32_t)) +
+           2 * hkv_cpu_arena_bytes((size_t)group->n_kv_heads * sizeof(atomic_int));
 }
 
 size_t hkv_cpu_decode_workspace(const hkv_group *group)
@@ -395,18 +407,24 @@ static hkv_cpu_progressive item_progress(const decode_job *job, const decode_ite
         .skip_mass = config->skip_mass, .refine_mass = config->refine_mass, .reference_lse = item->reference_lse};
 }
 
+/* A single task needs no partial softmax. */
+static int32_t adds_to_state(const decode_job *job, const decode_item *item)
+{
+    return item->n_tasks == 1 && !job->is_survey;
+}
+
 static void item_attend_cold(const decode_job *job, decode_item *item, int32_t task, int32_t partial)
 {
     const hkv_format *f = &job->step->group->format;
-    int32_t end = at_most((task + 1) * job->blocks_per_task, item->n_blocks), n = 0;
+    int32_t end = at_most((task + 1) * item->blocks_per_task, item->n_blocks), n = 0;
     int32_t needs_lse = job->has_mass || job->is_survey;
-    size_t state_floats = hkv_cpu_state_floats(f, item->query.n_rows);
-    hkv_cpu_state state = hkv_cpu_state_clear(f, item->query.n_rows, item->partials + (size_t)partial * state_floats);
+    float *memory = item->partials + (size_t)partial * hkv_cpu_state_floats(f, item->query.n_rows);
+    hkv_cpu_state state = adds_to_state(job, item) ? item->state : hkv_cpu_state_clear(f, item->query.n_rows, memory);
     hkv_cpu_progressive *progress = &item->progress[partial];
     hkv_cpu_source sources[CALL_SOURCES];
     float lse[CALL_SOURCES * CHUNK_ROWS];
     *progress = item_progress(job, item);
-    for (int32_t i = task * job->blocks_per_task; i < end; i++) {
+    for (int32_t i = task * item->blocks_per_task; i < end; i++) {
         n += item_cold_source(job, item, i, &sources[n]);
         if (n == 0 || (n < CALL_SOURCES && i + 1 < end)) continue;
         job->step->kernels->decode(&item->query, sources, n, &state, item->is_decided ? NULL : progress,
@@ -418,24 +436,75 @@ static void item_attend_cold(const decode_job *job, decode_item *item, int32_t t
     }
 }
 
-/* -------------------------------------------------------------------------------------------------- rounds of tasks */
+/* ------------------------------------------------------------------------------------------ masses kept in headers */
 
-static void round_task(void *ctx, int32_t task_idx, int32_t worker)
+/* The header of the item's block i, NULL if the row has no record there. */
+static hkv_record_header *item_header(const hkv_cpu_step *step, int32_t row, int32_t kv_head, int32_t block)
 {
-    const decode_job *job = ctx;
-    int32_t lo = 0, hi = job->n_items - 1;
-    (void)worker;
-    while (lo < hi) { /* the last item whose first task is not beyond */
-        int32_t middle = (lo + hi + 1) / 2;
-        if (job->first_task[middle] <= task_idx) {
-            lo = middle;
-        } else {
-            hi = middle - 1;
+    int32_t physical = hkv_cpu_row_block(step, row, block);
+    uint8_t *record = physical == 0 ? NULL : hkv_layer_record(step->layer, physical, kv_head);
+    return record && hkv_cpu_record_n_tokens(&step->group->format, record) > 0 ? (hkv_record_header *)record : NULL;
+}
+
+/* Only rows that write move state: a dummy step leaves no trace. */
+static int32_t row_keeps_mass(const hkv_cpu_step *step, int32_t row)
+{
+    return step->group->plan.rows[row].first_segment >= 0;
+}
+
+static int32_t keeps_mass(const decode_job *job)
+{
+    return job->step->batch->clock != NULL && job->step->group->format.bits != 0;
+}
+
+/* Before any row of the step is attended: the histories of a KV head's records decay once, whoever shares them, and
+ * their masses start again. A negative mass marks what is done. */
+static void head_decay_history(const decode_job *job, int32_t kv_head)
+{
+    const hkv_cpu_step *step = job->step;
+    for (int32_t r = 0; r < step->batch->n_rows; r++) {
+        const hkv_plan_row *row = &step->group->plan.rows[r];
+        int32_t end =
+            is_decoded(row) && row_keeps_mass(step, r) ? hkv_cpu_n_blocks(&step->group->format, row->length) : 0;
+        for (int32_t block = hkv_cpu_first_block(step->group, row->length - row->n_new); block < end; block++) {
+            hkv_record_header *header = item_header(step, r, kv_head, block);
+            if (block + HEADERS_AHEAD < end) prefetch_header(step, r, kv_head, block + HEADERS_AHEAD);
+            if (!header || header->mass < 0.0f) continue;
+            header->mass_history *= HKV_MASS_DECAY;
+            header->mass = -1.0f;
         }
     }
-    decode_item *item = &job->items[lo];
-    int32_t partial = task_idx - job->first_task[lo];
-    item_attend_cold(job, item, job->round * item->n_partials + partial, partial);
+    atomic_store(&job->head_is_decayed[kv_head], 1);
+}
+
+/* Masses of the wave's items of one KV head into headers, which rows may share. */
+static void head_keep_mass(const decode_job *job, int32_t kv_head)
+{
+    for (int32_t n = 0; n < job->n_items; n++) {
+        const decode_item *item = &job->items[n];
+        if (item->tile.kv_head != kv_head || !row_keeps_mass(job->step, item->tile.row)) continue;
+        for (int32_t i = 0; i < item->n_blocks; i++) {
+            hkv_record_header *header = item_header(job->step, item->tile.row, kv_head, item->first_block + i);
+            if (!header) continue;
+            header->mass = larger(header->mass, item->block_mass[i]);
+            header->mass_history = larger(header->mass_history, item->block_mass[i]);
+        }
+    }
+}
+
+/* --------------------------------------------------------------------------------------- an item from begin to end */
+
+static void item_prepare(const decode_job *job, decode_item *item)
+{
+    memset(item->reading, BLOCK_OPEN, (size_t)item->n_blocks);
+    for (int32_t i = 0; i < item->n_blocks; i++) {
+        item->block_mass[i] = 0.0f;
+        item->shares[i] = -1.0f;
+    }
+    if (keeps_mass(job)) hkv_threads_await(&job->head_is_decayed[item->tile.kv_head]);
+    if (job->step->group->format.bits != 0) item_select_l2(job, item);
+    item_start_chunk(job, item, 0);
+    atomic_store(&item->is_ready, 1);
 }
 
 static int32_t round_n_tasks(const decode_job *job, const decode_item *item)
@@ -444,19 +513,17 @@ static int32_t round_n_tasks(const decode_job *job, const decode_item *item)
     return done >= item->n_tasks ? 0 : at_most(item->n_tasks - (int32_t)done, item->n_partials);
 }
 
-static void round_merge(void *ctx, int32_t item_idx, int32_t worker)
+/* What the tasks of a round found, in the order of their blocks. */
+static void item_merge_round(const decode_job *job, decode_item *item)
 {
-    const decode_job *job = ctx;
     const hkv_format *f = &job->step->group->format;
-    decode_item *item = &job->items[item_idx];
     int32_t n_rows = item->query.n_rows, n = round_n_tasks(job, item);
     size_t per_row = (size_t)(n_rows + 15) / 16 * 16, state_floats = hkv_cpu_state_floats(f, n_rows);
-    (void)worker;
     for (int32_t p = 0; p < n; p++) {
         float *memory = item->partials + (size_t)p * state_floats;
         hkv_cpu_state part = {memory, memory + per_row, memory + 2 * per_row};
         const hkv_cpu_progressive *progress = &item->progress[p];
-        hkv_cpu_state_merge(f, n_rows, &item->state, &part);
+        if (!adds_to_state(job, item)) hkv_cpu_state_merge(f, n_rows, &item->state, &part);
         item->total.n_read += progress->n_read;
         item->total.n_skipped += progress->n_skipped;
         item->total.n_refined += progress->n_refined;
@@ -465,42 +532,10 @@ static void round_merge(void *ctx, int32_t item_idx, int32_t worker)
     }
 }
 
-/* All cold blocks of all items of the wave. */
-static void wave_attend_cold(decode_job *job)
-{
-    for (job->round = 0;; job->round++) {
-        job->first_task[0] = 0;
-        for (int32_t i = 0; i < job->n_items; i++)
-            job->first_task[i + 1] = job->first_task[i] + round_n_tasks(job, &job->items[i]);
-        if (job->first_task[job->n_items] == 0) return;
-        hkv_threads_run(job->step->threads, job->first_task[job->n_items], round_task, job);
-        if (!job->is_survey) hkv_threads_run(job->step->threads, job->n_items, round_merge, job);
-    }
-}
-
-/* ------------------------------------------------------------------------------------------------------------ waves */
-
-static void item_prepare(void *ctx, int32_t item_idx, int32_t worker)
-{
-    const decode_job *job = ctx;
-    decode_item *item = &job->items[item_idx];
-    (void)worker;
-    memset(item->reading, BLOCK_OPEN, (size_t)item->n_blocks);
-    for (int32_t i = 0; i < item->n_blocks; i++) {
-        item->block_mass[i] = 0.0f;
-        item->shares[i] = -1.0f;
-    }
-    if (job->step->group->format.bits != 0) item_select_l2(job, item);
-    item_start_chunk(job, item, 0);
-}
-
 /* The chunk's outputs and its part in the masses. */
-static void item_finish_chunk(void *ctx, int32_t item_idx, int32_t worker)
+static void item_finish_chunk(const decode_job *job, decode_item *item)
 {
-    const decode_job *job = ctx;
-    decode_item *item = &job->items[item_idx];
     float row_lse[CHUNK_ROWS];
-    (void)worker;
     hkv_cpu_store_output(job->step, &item->tile, &item->state, row_lse);
     for (int32_t i = 0; job->has_mass && i < item->n_blocks; i++) {
         const float *lse = item->block_lse + (size_t)i * (size_t)item->query.n_rows;
@@ -509,6 +544,78 @@ static void item_finish_chunk(void *ctx, int32_t item_idx, int32_t worker)
         item->block_mass[i] = larger(item->block_mass[i], expf(largest));
     }
 }
+
+static int32_t is_chunked(const decode_job *job)
+{
+    return job->items[0].chunk_heads < job->step->group_heads;
+}
+
+/* The last task of the item's round has ended. Whole items end here, and with its last item the KV head. */
+static void item_end_round(const decode_job *job, decode_item *item)
+{
+    int32_t kv_head = item->tile.kv_head;
+    if (!job->is_survey) item_merge_round(job, item);
+    if (is_chunked(job) || (int64_t)(job->round + 1) * item->n_partials < item->n_tasks) return;
+    item_finish_chunk(job, item);
+    if (atomic_fetch_sub(&job->head_n_open[kv_head], 1) == 1 && keeps_mass(job)) head_keep_mass(job, kv_head);
+}
+
+/* -------------------------------------------------------------------------------------------------- rounds of tasks */
+
+static decode_item *round_item(const decode_job *job, int32_t cold_task)
+{
+    int32_t lo = 0, hi = job->n_items - 1;
+    while (lo < hi) { /* the last item whose first task is not beyond */
+        int32_t middle = (lo + hi + 1) / 2;
+        if (job->first_task[middle] <= cold_task) {
+            lo = middle;
+        } else {
+            hi = middle - 1;
+        }
+    }
+    return &job->items[lo];
+}
+
+static void round_cold_task(const decode_job *job, int32_t cold_task)
+{
+    decode_item *item = round_item(job, cold_task);
+    int32_t partial = cold_task - job->first_task[item - job->items];
+    hkv_threads_await(&item->is_ready);
+    item_attend_cold(job, item, job->round * item->n_partials + partial, partial);
+    if (atomic_fetch_sub(&item->n_open, 1) == 1) item_end_round(job, item);
+}
+
+static void round_task(void *ctx, int32_t task_idx, int32_t worker)
+{
+    const decode_job *job = ctx;
+    (void)worker;
+    if (task_idx < job->n_decays) {
+        head_decay_history(job, task_idx);
+    } else if (task_idx < job->n_decays + job->n_prepares) {
+        item_prepare(job, &job->items[task_idx - job->n_decays]);
+    } else {
+        round_cold_task(job, task_idx - job->n_decays - job->n_prepares);
+    }
+}
+
+/* All cold blocks of all items of the wave, after n_decays and n_prepares tasks of those kinds. */
+static void wave_attend_cold(decode_job *job)
+{
+    for (job->round = 0;; job->round++) {
+        job->first_task[0] = 0;
+        for (int32_t i = 0; i < job->n_items; i++) {
+            int32_t n_tasks = round_n_tasks(job, &job->items[i]);
+            atomic_store(&job->items[i].n_open, n_tasks);
+            job->first_task[i + 1] = job->first_task[i] + n_tasks;
+        }
+        if (job->first_task[job->n_items] == 0) return;
+        hkv_threads_run(job->step->threads, job->n_decays + job->n_prepares + job->first_task[job->n_items], round_task,
+                        job);
+        job->n_decays = job->n_prepares = 0;
+    }
+}
+
+/* ------------------------------------------------------------------------------------- waves of one item in chunks */
 
 /* Several chunks: decide what is read of every record from what a reading of all keys at INT4 says. */
 static void survey_decide(const decode_job *job, decode_item *item)
@@ -539,6 +646,8 @@ static void wave_of_chunks(decode_job *job)
 {
     decode_item *item = job->items;
     int32_t n_heads = job->step->group_heads;
+    for (; job->n_decays > 0; job->n_decays--) head_decay_history(job, job->n_decays - 1);
+    item_prepare(job, item);
     item->is_decided = 1;
     if (job->step->group->format.bits != 0) {
         job->is_survey = 1;
@@ -553,9 +662,12 @@ static void wave_of_chunks(decode_job *job)
     for (int32_t head = 0; head < n_heads; head += item->chunk_heads) {
         item_start_chunk(job, item, head);
         wave_attend_cold(job);
-        item_finish_chunk(job, 0, 0);
+        item_finish_chunk(job, item);
     }
+    if (keeps_mass(job)) head_keep_mass(job, item->tile.kv_head);
 }
+
+/* ------------------------------------------------------------------------------------------------------------ waves */
 
 static void item_write_mass(const decode_job *job, const decode_item *item)
 {
@@ -563,37 +675,6 @@ static void item_write_mass(const decode_job *job, const decode_item *item)
     size_t row = (size_t)item->tile.row * (size_t)job->step->group->n_kv_heads + (size_t)item->tile.kv_head;
     memcpy(args->mass + row * (size_t)args->mass_stride + item->first_block, item->block_mass,
            (size_t)item->n_blocks * sizeof(float));
-}
-
-/* The header of the item's block i, NULL if the row has no record there. */
-static hkv_record_header *item_header(const hkv_cpu_step *step, int32_t row, int32_t kv_head, int32_t block)
-{
-    int32_t physical = hkv_cpu_row_block(step, row, block);
-    uint8_t *record = physical == 0 ? NULL : hkv_layer_record(step->layer, physical, kv_head);
-    return record && hkv_cpu_record_n_tokens(&step->group->format, record) > 0 ? (hkv_record_header *)record : NULL;
-}
-
-/* Only rows that write move state: a dummy step leaves no trace. */
-static int32_t row_keeps_mass(const hkv_cpu_step *step, int32_t row)
-{
-    return step->group->plan.rows[row].first_segment >= 0;
-}
-
-/* Masses of the wave's items of one KV head into headers, which rows may share. */
-static void wave_keep_mass(void *ctx, int32_t kv_head, int32_t worker)
-{
-    const decode_job *job = ctx;
-    (void)worker;
-    for (int32_t n = 0; n < job->n_items; n++) {
-        const decode_item *item = &job->items[n];
-        if (item->tile.kv_head != kv_head || !row_keeps_mass(job->step, item->tile.row)) continue;
-        for (int32_t i = 0; i < item->n_blocks; i++) {
-            hkv_record_header *header = item_header(job->step, item->tile.row, kv_head, item->first_block + i);
-            if (!header) continue;
-            header->mass = larger(header->mass, item->block_mass[i]);
-            header->mass_history = larger(header->mass_history, item->block_mass[i]);
-        }
-    }
 }
 
 static void wave_count(const decode_job *job)
@@ -611,47 +692,20 @@ static void wave_count(const decode_job *job)
     }
 }
 
-static int32_t keeps_mass(const decode_job *job)
-{
-    return job->step->batch->clock != NULL && job->step->group->format.bits != 0;
-}
-
 static void wave_run(decode_job *job)
 {
-    hkv_threads *threads = job->step->threads;
     if (job->n_items == 0) return;
-    hkv_threads_run(threads, job->n_items, item_prepare, job);
-    if (job->items[0].chunk_heads < job->step->group_heads) {
+    if (is_chunked(job)) {
         wave_of_chunks(job);
     } else {
+        for (int32_t h = 0; h < job->step->group->n_kv_heads; h++) atomic_store(&job->head_n_open[h], 0);
+        for (int32_t i = 0; i < job->n_items; i++) atomic_fetch_add(&job->head_n_open[job->items[i].tile.kv_head], 1);
+        job->n_prepares = job->n_items;
         wave_attend_cold(job);
-        hkv_threads_run(threads, job->n_items, item_finish_chunk, job);
     }
     for (int32_t i = 0; job->step->args->mass && i < job->n_items; i++) item_write_mass(job, &job->items[i]);
-    if (keeps_mass(job)) hkv_threads_run(threads, job->step->group->n_kv_heads, wave_keep_mass, job);
     wave_count(job);
     job->n_items = 0;
-}
-
-/* Before any row of the step is attended: the histories of a KV head's records decay once, whoever shares them, and
- * their masses start again. A negative mass marks what is done. */
-static void head_decay_history(void *ctx, int32_t kv_head, int32_t worker)
-{
-    const decode_job *job = ctx;
-    const hkv_cpu_step *step = job->step;
-    (void)worker;
-    for (int32_t r = 0; r < step->batch->n_rows; r++) {
-        const hkv_plan_row *row = &step->group->plan.rows[r];
-        int32_t end =
-            is_decoded(row) && row_keeps_mass(step, r) ? hkv_cpu_n_blocks(&step->group->format, row->length) : 0;
-        for (int32_t block = hkv_cpu_first_block(step->group, row->length - row->n_new); block < end; block++) {
-            hkv_record_header *header = item_header(step, r, kv_head, block);
-            if (block + HEADERS_AHEAD < end) prefetch_header(step, r, kv_head, block + HEADERS_AHEAD);
-            if (!header || header->mass < 0.0f) continue;
-            header->mass_history *= HKV_MASS_DECAY;
-            header->mass = -1.0f;
-        }
-    }
 }
 
 static decode_item item_of(const decode_job *job, int32_t row_idx, int32_t kv_head)
@@ -673,12 +727,15 @@ void hkv_cpu_decode_rows(const hkv_cpu_step *step)
     const hkv_format *f = &group->format;
     int32_t max_items = wave_items(group);
     hkv_cpu_arena arena = hkv_cpu_arena_of(group), empty;
-    decode_job job = {.step = step, .blocks_per_task = blocks_of_task(f)};
+    decode_job job = {.step = step};
     job.items = hkv_cpu_arena_take(&arena, (size_t)max_items * sizeof(decode_item));
     job.first_task = hkv_cpu_arena_take(&arena, ((size_t)max_items + 1) * sizeof(int32_t));
+    job.head_is_decayed = hkv_cpu_arena_take(&arena, (size_t)group->n_kv_heads * sizeof(atomic_int));
+    job.head_n_open = hkv_cpu_arena_take(&arena, (size_t)group->n_kv_heads * sizeof(atomic_int));
+    for (int32_t h = 0; h < group->n_kv_heads; h++) atomic_init(&job.head_is_decayed[h], 0);
+    job.n_decays = keeps_mass(&job) ? group->n_kv_heads : 0; /* in the first wave */
     job.has_mass = step->args->mass != NULL || keeps_mass(&job);
     empty = arena;
-    if (keeps_mass(&job)) hkv_threads_run(step->threads, group->n_kv_heads, head_decay_history, &job);
     for (int32_t r = 0; r < step->batch->n_rows; r++) {
         const hkv_plan_row *row = &group->plan.rows[r];
         if (!is_decoded(row)) continue;

@@ -19,7 +19,6 @@
 #include <pthread.h>
 #include <sched.h>
 #include <signal.h>
-#include <stdatomic.h>
 #include <stdlib.h>
 #include <time.h>
 #include <unistd.h>
@@ -28,7 +27,8 @@ enum {
     MAX_THREADS = 1024,
     SPIN_LONG_NS = 50000, /* a sleeping thread needs about this long to wake up */
     SPIN_SHORT_NS = 3000,
-    SPINS_PER_CLOCK = 32
+    SPINS_PER_CLOCK = 32,
+    SPINS_PER_YIELD = 1024
 };
 
 typedef struct worker {
@@ -313,4 +313,12 @@ void hkv_threads_run(hkv_threads *threads, int32_t n_tasks, hkv_task_fn fn, void
     work_on_job(threads, 0);
     wait_for_job(threads);
     pthread_mutex_unlock(&threads->turn);
+}
+
+void hkv_threads_await(const atomic_int *flag)
+{
+    for (int32_t i = 1; !atomic_load_explicit(flag, memory_order_acquire); i++) {
+        spin_pause();
+        if (i % SPINS_PER_YIELD == 0) sched_yield(); /* there may be fewer cores than workers */
+    }
 }

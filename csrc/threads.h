@@ -2,6 +2,7 @@
 #ifndef HKV_THREADS_H
 #define HKV_THREADS_H
 
+#include <stdatomic.h>
 #include <stdint.h>
 
 #include "hkv.h"
@@ -13,5 +14,9 @@ typedef void (*hkv_task_fn)(void *ctx, int32_t task_idx, int32_t worker_idx);
  * ascending order on whichever worker is free; the calling thread is worker 0. threads = NULL runs them all here.
  * Jobs of several callers take turns. A task must not start a job on its own pool. */
 void hkv_threads_run(hkv_threads *threads, int32_t n_tasks, hkv_task_fn fn, void *ctx);
+
+/* For a task that needs what an earlier one of its job does: return once that task has set the flag; what it wrote
+ * before is visible then. Since tasks start in order, the earlier one is at work and ends. */
+void hkv_threads_await(const atomic_int *flag);
 
 #endif
