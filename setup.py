@@ -154,6 +154,8 @@ class CudaLibrary:
         if not spills:
             return
         message = "\n".join(["kernels spill registers:", *spills])
+        if demangler := shutil.which("c++filt"):
+            message = subprocess.run([demangler], input=message, check=True, capture_output=True, text=True).stdout
         if os.environ.get("HYBRIDKV_CUDA_SPILLS") != "1":
             raise SystemExit(message)
         print(message, file=sys.stderr)
