@@ -7,8 +7,7 @@
  * queries. Queries stay in registers, so that shared memory serves keys and values alone: at full speed the tensor
  * cores take half of its bandwidth, and unpacking most of the rest.
  *
- * A consumer issues the products of the next keys before it weighs the values of the last ones, so that its softmax and
- * that of the other consumer run beside products.
+ * What a consumer cannot do beside its own products, softmax above all, runs beside those of the other consumer.
  */
 #ifndef HKV_CUDA_PREFILL_WGMMA_CUH
 #define HKV_CUDA_PREFILL_WGMMA_CUH
