@@ -56,8 +56,8 @@ struct Workspace {
     Chunk *chunks;
     int32_t *schedule_words; /* [2] n_chunks, heads_per_chunk */
     uint8_t *partials;
-    uint32_t *arrivals, *references;
-    size_t arrival_bytes, reference_bytes;
+    uint32_t *references;
+    size_t partial_bytes, reference_bytes;
     uint8_t *prefill, *select;
     size_t select_bytes;
     uint32_t *read_mask; /* [max_rows, Hkv, mask_words] */
@@ -233,9 +233,8 @@ void carve_masks(const hkv_group *g, CudaGroup *c, Carver *carver)
  * for each worker, and only those that are need room for partial results. */
 void carve_workspace(const hkv_group *g, CudaGroup *c, Carver *carver)
 {
-    size_t partial_bytes = 0;
     Workspace *w = &c->workspace;
-    w->reference_bytes = 0;
+    w->partial_bytes = w->reference_bytes = 0;
     c->max_chunks = 0;
     for (const DecodeShape(&pair)[2] : c->shapes)
         for (const DecodeShape &shape : pair) {
@@ -245,14 +244,12 @@ void carve_workspace(const hkv_group *g, CudaGroup *c, Carver *carver)
             const size_t partials = decode_partial_bytes(shape, n_split);
             const size_t references = decode_reference_bytes(shape, n_split);
             c->max_chunks = n > c->max_chunks ? n : c->max_chunks;
-            partial_bytes = partials > partial_bytes ? partials : partial_bytes;
+            w->partial_bytes = partials > w->partial_bytes ? partials : w->partial_bytes;
             w->reference_bytes = references > w->reference_bytes ? references : w->reference_bytes;
         }
-    w->arrival_bytes = decode_counter_bytes(c->max_chunks);
     w->chunks = carver->take<Chunk>(static_cast<size_t>(c->max_chunks) * sizeof(Chunk));
     w->schedule_words = carver->take<int32_t>(2 * sizeof(int32_t));
-    w->partials = carver->take<uint8_t>(partial_bytes);
-    w->arrivals = carver->take<uint32_t>(w->arrival_bytes);
+    w->partials = carver->take<uint8_t>(w->partial_bytes);
     w->references = carver->take<uint32_t>(w->reference_bytes);
     carve_masks(g, c, carver);
     w->prefill = carver->take<uint8_t>(prefill_workspace_bytes(g->format, g->n_kv_heads, max_group(g), g->max_rows,
@@ -305,8 +302,8 @@ hkv_status start_group(hkv_group *group, CudaGroup *c, hkv_error *error)
     HKV_TRY(plan_shapes(group, c, error));
     carve_workspace(group, c, &carver);
     c->group = kTypicalGroup;
-    HKV_TRY(fill_memory(c->device, w->arrivals, 0, w->arrival_bytes, error));
-    HKV_TRY(fill_memory(c->device, w->references, 0xff, w->reference_bytes, error)); /* kNoReference */
+    HKV_TRY(fill_memory(c->device, w->partials, 0xff, w->partial_bytes, error)); /* kAbsent */
+    HKV_TRY(fill_memory(c->device, w->references, 0xff, w->reference_bytes, error));
     HKV_TRY(fill_memory(c->device, w->select, 0, w->select_bytes, error));
     HKV_TRY(check(cudaHostAlloc(reinterpret_cast<void **>(&c->refusal), sizeof *c->refusal, cudaHostAllocMapped),
                   "allocate pinned host memory", error));
@@ -490,7 +487,6 @@ DecodeParams decode_params(const hkv_group *g, const CudaGroup *c, const hkv_bat
     p.refine_mass = g->config.refine_mass;
     p.counters = g->counters;
     p.partials = c->workspace.partials;
-    p.arrivals = c->workspace.arrivals;
     p.references = c->workspace.references;
     return p;
 }

@@ -37,22 +37,21 @@ struct DecodeParams {
     hkv_counters *counters;       /* or NULL; n_records_unselected is counted where the mask is made */
 
     /* Progressive kernel only; bit b % 32 of word b / 32 is logical block b. NULL: every record may be read; nothing is
-     * told. What was skipped and refined is added to words that the caller has cleared. */
+     * told (both masks or neither). What was skipped and refined is added to words that the caller has cleared. */
     const uint32_t *read_mask; /* [n_rows, Hkv, mask_words] records that may be read: L1 and selected L2 */
     uint32_t *skipped_mask;    /* [n_rows, Hkv, mask_tiles, mask_words] records whose values a column tile skipped, */
     uint32_t *refined_mask;    /* ... and those that it read at the best precision */
     int64_t mask_words;
     int32_t mask_tiles;
 
-    uint8_t *partials;  /* [max_chunks, kConsumers, partial_bytes] */
-    uint32_t *arrivals; /* [2, max_chunks, kConsumers] arrivals, zero between launches */
-    uint32_t
-        *references; /* [max_chunks, kConsumers, columns] log2-sum-exp of the hot part, kNoReference between launches */
+    uint8_t *partials;    /* [max_chunks, kMaxChunkHeads, partial_bytes] all ones between launches */
+    uint32_t *references; /* [max_chunks, kMaxChunkHeads, columns] log2-sum-exp of the hot part; the same */
 
-    int32_t n_stages, stage_bytes; /* of the ring */
+    int32_t n_stages, stage_bytes; /* of the ring; this and the next are launch_decode's */
+    uint32_t group_inverse;        /* 2^22 / group, rounded up: a division by the group is 20 instructions */
 };
 
-constexpr uint32_t kNoReference = 0xffffffffu;
+constexpr int kMaxChunkHeads = kConsumers;
 
 /* How a launch is shaped on one device: fixed at creation, so that every step launches the same grid. */
 struct DecodeShape {
@@ -70,9 +69,8 @@ struct DecodeShape {
 cudaError_t plan_decode(const hkv_format &format, int columns_wanted, bool progressive, int blocks_per_sm,
                         DecodeShape *shape);
 
-/* Bytes of partials, arrival counters and references for max_chunks chunks. */
+/* Bytes of partials and references for max_chunks chunks; the caller sets every bit of them once. */
 size_t decode_partial_bytes(const DecodeShape &shape, int max_chunks);
-size_t decode_counter_bytes(int max_chunks);
 size_t decode_reference_bytes(const DecodeShape &shape, int max_chunks);
 
 cudaError_t launch_decode(const DecodeShape &shape, const DecodeParams &params, cudaStream_t stream);

@@ -81,6 +81,11 @@ template <int kDim, bool kExact, int kColumns_> struct Shape {
     {
         return kExact || s * 16 < runtime_dim;
     }
+    /* Byte of a slice in a partial (decode_merge.cuh): 576 bytes for 32 channels, those that exist side by side. */
+    __device__ __forceinline__ int slice_offset(int column_tile, int pair) const
+    {
+        return (column_tile * (layout().dim / 32) + pair) * 576;
+    }
     /* Does the group of 4 steps that begins at `s` have only 2? */
     __device__ __forceinline__ bool is_short(int s) const
     {
@@ -169,6 +174,15 @@ template <typename S> struct Accumulator {
     }
 };
 
+/* One of a record's planes, where it is stored; tiles of 16 tokens from the first that is read. */
+struct StoredPlane {
+    const uint8_t *first_tile;
+
+    template <typename S> __device__ __forceinline__ uint4 words(const S &shape, int tile, int step, int lane) const
+    {
+        return load_plane(first_tile + tile * shape.layout().dim * 8, step / 4, lane, shape.is_short(step));
+    }
+};
 /* Scores of 16 x kTileCount tokens, log2 units. */
 template <typename S, int kTileCount> using Scores = float[S::kColumnTiles][kTileCount][4];
 
@@ -183,75 +197,78 @@ template <typename S> __device__ __forceinline__ uint4 load_query(const uint8_t 
 
 /* ------------------------------------------------------------------------------------------------ scores of records */
 
-/* x of a record's 64 tokens. key_params, high and low lie in shared memory; low is not read if !kBoth. */
-template <bool kBoth, typename S>
-__device__ __forceinline__ void record_scores(const S &shape, const uint8_t *key_params, const uint8_t *high,
-                                              const uint8_t *low, const uint8_t *query, float scale, int lane,
-                                              Scores<S, kTiles> &x)
+/* x of kTileCount tiles of a record; low is not read if !kBoth. A step's products of all tiles follow each other, so
+ * that no product waits for the one before. */
+template <bool kBoth, int kTileCount, typename S>
+__device__ __forceinline__ void record_scores(const S &shape, const uint8_t *key_params, const StoredPlane &high,
+                                              const StoredPlane &low, const uint8_t *query, float scale, int lane,
+                                              Scores<S, kTileCount> &x)
 {
-    const int c = lane % 4;
     constexpr float kCentre = kBoth ? 128.f : 136.f;
     const float unit = scale * (kBoth ? kCodeUnit : 16.f * kCodeUnit); /* high plane: sum of u q' */
     /* -centre for the MMA that sums q': -128 * 2^-24; for the high plane -8 u, with q' / 16 beside the upper nibbles */
     constexpr uint32_t kMinusUpper = 0x80808080u, kMinusLower = kBoth ? 0x80808080u : 0x80088008u;
     const uint32_t minus_centre[4] = {kMinusUpper, kMinusUpper, kMinusLower, kMinusLower};
-    uint32_t scaled[S::kColumnTiles][S::kSteps][2]; /* q' */
     float sums[S::kColumnTiles][4], offsets[S::kColumnTiles][4];
 #pragma unroll
     for (int n = 0; n < S::kColumnTiles; n++)
 #pragma unroll
-        for (int j = 0; j < 4; j++) sums[n][j] = offsets[n][j] = 0.f;
+        for (int j = 0; j < 4; j++) {
+            sums[n][j] = offsets[n][j] = 0.f;
 #pragma unroll
-    for (int s = 0; s < S::kSteps; s++) {
-        if (!shape.has(s)) break;
-        const uint4 p = *reinterpret_cast<const uint4 *>(key_params + s * 64 + c * 16);
-        const uint32_t params[4] = {p.x, p.y, p.z, p.w};
+            for (int t = 0; t < kTileCount; t++) x[n][t][j] = 0.f;
+        }
 #pragma unroll
-        for (int n = 0; n < S::kColumnTiles; n++) {
-            const uint4 pair = load_query<S>(query, n, s / 2, lane);
-            const uint32_t q0 = s & 1 ? pair.z : pair.x, q1 = s & 1 ? pair.w : pair.y;
-            scaled[n][s][0] = multiply_half2(q0, p.x);
-            scaled[n][s][1] = multiply_half2(q1, p.z);
-            if (!kBoth) scaled[n][s][0] = multiply_half2(scaled[n][s][0], 0x2c002c00u); /* 1/16 */
-            mma_f16(sums[n], params, q0, q1); /* rows 0-7: q.scale, rows 8-15: q.zero */
-            mma_f16(offsets[n], minus_centre, scaled[n][s][0], scaled[n][s][1]);
+    for (int g = 0; g < S::kSteps; g += 4) {
+        if (!shape.has(g)) break;
+        uint32_t hs[kTileCount][4], ls[kTileCount][4];
+#pragma unroll
+        for (int t = 0; t < kTileCount; t++) {
+            const uint4 h = high.words(shape, t, g, lane);
+            const uint4 l = kBoth ? low.words(shape, t, g, lane) : uint4{};
+            hs[t][0] = h.x, hs[t][1] = h.y, hs[t][2] = h.z, hs[t][3] = h.w;
+            ls[t][0] = l.x, ls[t][1] = l.y, ls[t][2] = l.z, ls[t][3] = l.w;
+        }
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            const int s = g + j;
+            if (!shape.has(s)) break;
+            const uint4 p = *reinterpret_cast<const uint4 *>(key_params + s * 64 + lane % 4 * 16);
+            const uint32_t params[4] = {p.x, p.y, p.z, p.w};
+            uint32_t scaled[S::kColumnTiles][2];
+#pragma unroll
+            for (int n = 0; n < S::kColumnTiles; n++) {
+                const uint4 pair = load_query<S>(query, n, s / 2, lane);
+                const uint32_t q0 = j & 1 ? pair.z : pair.x, q1 = j & 1 ? pair.w : pair.y;
+                scaled[n][0] = multiply_half2(q0, p.x);
+                scaled[n][1] = multiply_half2(q1, p.z);
+                if (!kBoth) scaled[n][0] = multiply_half2(scaled[n][0], 0x2c002c00u); /* 1/16 */
+                mma_f16(sums[n], params, q0, q1); /* rows 0-7: q.scale, rows 8-15: q.zero */
+                mma_f16(offsets[n], minus_centre, scaled[n][0], scaled[n][1]);
+            }
+#pragma unroll
+            for (int t = 0; t < kTileCount; t++) {
+                uint32_t a[4];
+                if (kBoth)
+                    unpack_codes(hs[t][j], ls[t][j], a);
+                else
+                    unpack_nibbles(hs[t][j], a);
+#pragma unroll
+                for (int n = 0; n < S::kColumnTiles; n++) mma_f16(x[n][t], a, scaled[n][0], scaled[n][1]);
+            }
         }
     }
-    float base[S::kColumnTiles][2];
 #pragma unroll
     for (int n = 0; n < S::kColumnTiles; n++)
 #pragma unroll
-        for (int j = 0; j < 2; j++)
-            base[n][j] = fmaf(offsets[n][j], unit, fmaf(sums[n][j], kCentre, sums[n][2 + j]) * scale);
-
-    const int tile_bytes = shape.layout().dim * 8;
+        for (int j = 0; j < 2; j++) {
+            const float base = fmaf(offsets[n][j], unit, fmaf(sums[n][j], kCentre, sums[n][2 + j]) * scale);
 #pragma unroll
-    for (int t = 0; t < kTiles; t++) {
-#pragma unroll
-        for (int n = 0; n < S::kColumnTiles; n++) x[n][t][0] = x[n][t][1] = x[n][t][2] = x[n][t][3] = 0.f;
-#pragma unroll
-        for (int g = 0; g < S::kSteps; g += 4) {
-            if (!shape.has(g)) break;
-            const uint4 h = load_plane(high + t * tile_bytes, g / 4, lane, shape.is_short(g));
-            const uint4 l = kBoth ? load_plane(low + t * tile_bytes, g / 4, lane, shape.is_short(g)) : uint4{};
-            const uint32_t hs[4] = {h.x, h.y, h.z, h.w}, ls[4] = {l.x, l.y, l.z, l.w};
-#pragma unroll
-            for (int j = 0; j < 4; j++) {
-                if (!shape.has(g + j)) break;
-                uint32_t a[4];
-                if (kBoth)
-                    unpack_codes(hs[j], ls[j], a);
-                else
-                    unpack_nibbles(hs[j], a);
-#pragma unroll
-                for (int n = 0; n < S::kColumnTiles; n++) mma_f16(x[n][t], a, scaled[n][g + j][0], scaled[n][g + j][1]);
+            for (int t = 0; t < kTileCount; t++) {
+                x[n][t][j] = fmaf(x[n][t][j], unit, base);
+                x[n][t][2 + j] = fmaf(x[n][t][2 + j], unit, base);
             }
         }
-#pragma unroll
-        for (int n = 0; n < S::kColumnTiles; n++)
-#pragma unroll
-            for (int j = 0; j < 4; j++) x[n][t][j] = fmaf(x[n][t][j], unit, base[n][j & 1]);
-    }
 }
 
 /* ------------------------------------------------------------------------------------------------ values of records */
@@ -271,15 +288,15 @@ struct ValueParams {
 };
 
 /* Make room in fp16 for the P' of these scores. */
-template <typename S>
-__device__ __forceinline__ void make_room(const S &shape, Accumulator<S> &acc, const Scores<S, kTiles> &x,
+template <int kTileCount, typename S>
+__device__ __forceinline__ void make_room(const S &shape, Accumulator<S> &acc, const Scores<S, kTileCount> &x,
                                           const uint8_t *value_params, float limit, int lane)
 {
     float top[S::kColumnTiles][2];
 #pragma unroll
     for (int n = 0; n < S::kColumnTiles; n++) top[n][0] = top[n][1] = -INFINITY;
 #pragma unroll
-    for (int t = 0; t < kTiles; t++) {
+    for (int t = 0; t < kTileCount; t++) {
         float2 scale = ValueParams(value_params, 0, t, lane).scale;
 #pragma unroll
         for (int g = 1; g < S::kValueGroups; g++) {
@@ -295,15 +312,15 @@ __device__ __forceinline__ void make_room(const S &shape, Accumulator<S> &acc, c
     }
 #pragma unroll
     for (int n = 0; n < S::kColumnTiles; n++)
-        if (__any_sync(kFullWarp, fmaxf(top[n][0] - acc.m[n][0], top[n][1] - acc.m[n][1]) > limit))
+        if (unlikely(__any_sync(kFullWarp, fmaxf(top[n][0] - acc.m[n][0], top[n][1] - acc.m[n][1]) > limit)))
             acc.raise(n, top[n][0], top[n][1]);
 }
 
-/* Add a record's values under scores x (-inf: not visible). */
-template <bool kBoth, typename S>
-__device__ __forceinline__ void add_record_values(const S &shape, Accumulator<S> &acc, const Scores<S, kTiles> &x,
-                                                  const uint8_t *value_params, const uint8_t *high, const uint8_t *low,
-                                                  int lane)
+/* Add the values of kTileCount tiles of a record under scores x (-inf: not visible). value_params: of the first. */
+template <bool kBoth, int kTileCount, typename S>
+__device__ __forceinline__ void add_record_values(const S &shape, Accumulator<S> &acc, const Scores<S, kTileCount> &x,
+                                                  const uint8_t *value_params, const StoredPlane &high,
+                                                  const StoredPlane &low, int lane)
 {
     /* The high plane's 16 u and u meet P' and 16 P', so P' must leave room for the 16; 16 u stands for 16 u + 8.
      * v = (zero + centre * scale) + scale * (code - centre). */
@@ -316,10 +333,9 @@ __device__ __forceinline__ void add_record_values(const S &shape, Accumulator<S>
 #pragma unroll
         for (int g = 0; g < S::kValueGroups; g++)
             offsets[n][g][0] = offsets[n][g][1] = offsets[n][g][2] = offsets[n][g][3] = 0.f;
-    make_room(shape, acc, x, value_params, kBoth ? kProbLogLimit : kProbLogLimit - 4.f, lane);
-    const int tile_bytes = shape.layout().dim * 8;
+    make_room<kTileCount>(shape, acc, x, value_params, kBoth ? kProbLogLimit : kProbLogLimit - 4.f, lane);
 #pragma unroll
-    for (int t = 0; t < kTiles; t++) {
+    for (int t = 0; t < kTileCount; t++) {
         uint32_t b[S::kColumnTiles][S::kValueGroups][2]; /* P'^T as B fragments */
 #pragma unroll
         for (int n = 0; n < S::kColumnTiles; n++) {
@@ -344,8 +360,8 @@ __device__ __forceinline__ void add_record_values(const S &shape, Accumulator<S>
 #pragma unroll
         for (int g = 0; g < S::kSteps; g += 4) {
             if (!shape.has(g)) break;
-            const uint4 h = load_plane(high + t * tile_bytes, g / 4, lane, shape.is_short(g));
-            const uint4 l = kBoth ? load_plane(low + t * tile_bytes, g / 4, lane, shape.is_short(g)) : uint4{};
+            const uint4 h = high.words(shape, t, g, lane);
+            const uint4 l = kBoth ? low.words(shape, t, g, lane) : uint4{};
             const uint32_t hs[4] = {h.x, h.y, h.z, h.w}, ls[4] = {l.x, l.y, l.z, l.w};
 #pragma unroll
             for (int j = 0; j < 4; j++) {
@@ -400,27 +416,35 @@ struct PageRows {
     }
 };
 
-/* At most 8 rows of a call's K and V in global memory, 4-byte aligned; strides in elements. */
-struct CallRows {
-    const uint16_t *k, *v;
-    int64_t k_stride, v_stride;
-    int n_tokens, head_dim;
+/* At most 8 rows of a call's K and V, loaded from global memory at once; 4-byte aligned, strides in elements. */
+template <typename S> struct CallRows {
+    uint32_t k[S::kSteps][2], v[S::kSteps][2];
+    int n_tokens;
 
-    __device__ __forceinline__ uint32_t pair(const uint16_t *rows, int64_t stride, int channel, int lane) const
+    __device__ __forceinline__ CallRows(const uint16_t *k_rows, int64_t k_stride, const uint16_t *v_rows,
+                                        int64_t v_stride, int n_rows, int head_dim, int lane)
+        : n_tokens(n_rows)
     {
-        if (lane / 4 >= n_tokens || channel >= head_dim) return 0;
-        return *reinterpret_cast<const uint32_t *>(rows + lane / 4 * stride + channel);
+#pragma unroll
+        for (int s = 0; s < S::kSteps; s++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const int row = lane / 4, channel = s * 16 + half * 8 + 2 * (lane % 4);
+                const bool is_there = row < n_rows && channel < head_dim;
+                k[s][half] = is_there ? *reinterpret_cast<const uint32_t *>(k_rows + row * k_stride + channel) : 0;
+                v[s][half] = is_there ? *reinterpret_cast<const uint32_t *>(v_rows + row * v_stride + channel) : 0;
+            }
     }
-    __device__ __forceinline__ void keys(int step, int lane, uint32_t (&a)[4]) const
+    __device__ __forceinline__ void keys(int step, int, uint32_t (&a)[4]) const
     {
-        a[0] = pair(k, k_stride, step * 16 + 2 * (lane % 4), lane);
-        a[2] = pair(k, k_stride, step * 16 + 8 + 2 * (lane % 4), lane);
+        a[0] = k[step][0];
+        a[2] = k[step][1];
         a[1] = a[3] = 0;
     }
-    __device__ __forceinline__ void values(int step, int lane, uint32_t (&a)[4]) const
+    __device__ __forceinline__ void values(int step, int, uint32_t (&a)[4]) const
     {
-        a[0] = transpose_8x8(pair(v, v_stride, step * 16 + 2 * (lane % 4), lane));
-        a[1] = transpose_8x8(pair(v, v_stride, step * 16 + 8 + 2 * (lane % 4), lane));
+        a[0] = transpose_8x8(v[step][0]);
+        a[1] = transpose_8x8(v[step][1]);
         a[2] = a[3] = 0;
     }
 };
@@ -475,7 +499,7 @@ __device__ __forceinline__ void add_row_values(const S &shape, Accumulator<S> &a
     for (int n = 0; n < S::kColumnTiles; n++) {
         const float top0 = fmaxf(x[n][0][0], x[n][0][2]) + kRowLogScale,
                     top1 = fmaxf(x[n][0][1], x[n][0][3]) + kRowLogScale;
-        if (__any_sync(kFullWarp, fmaxf(top0 - acc.m[n][0], top1 - acc.m[n][1]) > kProbLogLimit))
+        if (unlikely(__any_sync(kFullWarp, fmaxf(top0 - acc.m[n][0], top1 - acc.m[n][1]) > kProbLogLimit)))
             acc.raise(n, top0, top1);
 #pragma unroll
         for (int i = 0; i < 2; i++) {

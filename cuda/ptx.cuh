@@ -21,6 +21,12 @@ namespace hkv
 
 constexpr unsigned kFullWarp = 0xffffffffu;
 
+/* What seldom happens goes out of the way of what often does: instruction caches are small. */
+__device__ __forceinline__ bool unlikely(bool condition)
+{
+    return __builtin_expect(condition, false);
+}
+
 /* --------------------------------------------------------------------------------------------------- bits and maths */
 
 __device__ __forceinline__ uint32_t bits_of(__half2 h)
@@ -173,6 +179,14 @@ __device__ __forceinline__ void copy_to_shared(uint32_t dst, const void *src, ui
 #endif
 }
 
+/* What this thread read and wrote in shared memory comes before copies that are started after the next barrier. */
+__device__ __forceinline__ void fence_copies()
+{
+#if HKV_HAS_BULK
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
 /* A barrier among n_threads of a block, apart from __syncthreads (id 0). */
 __device__ __forceinline__ void named_barrier(int id, int n_threads)
 {
@@ -206,7 +220,8 @@ __device__ __forceinline__ void let_successor_start()
 
 /* ---------------------------------------------------------------------------------------------------- global memory */
 
-/* Words that pass between blocks of one launch, each complete in itself. */
+/* Words that pass between blocks of one launch, each complete in itself; kAbsent is what no word is set to. */
+constexpr uint32_t kAbsent = 0xffffffffu;
 __device__ __forceinline__ uint32_t load_shared_word(const uint32_t *p)
 {
     uint32_t x;
@@ -216,6 +231,31 @@ __device__ __forceinline__ uint32_t load_shared_word(const uint32_t *p)
 __device__ __forceinline__ void store_shared_word(uint32_t *p, uint32_t x)
 {
     asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+__device__ __forceinline__ uint4 load_shared_words(const void *p)
+{
+    uint4 x;
+    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+                 : "l"(p)
+                 : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_shared_words(void *p, uint4 x)
+{
+    asm volatile("st.relaxed.gpu.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(p), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
+}
+
+/* By a whole warp: bring n_bytes (a multiple of 16, from a 16-byte boundary) into L2. */
+__device__ __forceinline__ void prefetch_to_l2(const void *src, uint32_t n_bytes, int lane)
+{
+#if HKV_HAS_BULK
+    if (lane == 0) asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(n_bytes) : "memory");
+#else
+    for (uint32_t i = 128 * static_cast<uint32_t>(lane); i < n_bytes; i += 32 * 128)
+        asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t *>(src) + i));
+#endif
 }
 
 } // namespace hkv

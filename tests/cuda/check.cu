@@ -292,7 +292,10 @@ std::string describe(const Spec &s)
                   s.dim, s.dtype == HKV_BF16 ? "bf16" : "f16", s.n_kv_heads, s.group, s.n_rows(), s.older[0],
                   s.n_new[0], s.hot_pages ? "" : " no pages", s.window_tokens ? " window" : "",
                   s.soft_cap > 0 ? " cap" : "", s.sink_logits ? " sinks" : "",
-                  s.skip_mass > 0 || s.refine_mass > 0 ? " progressive" : "", name_of(s.values));
+                  s.skip_mass > 0 || s.refine_mass > 0 ? " progressive"
+                  : s.l2_share > 0                     ? " tiers"
+                                                       : "",
+                  name_of(s.values));
     return text;
 }
 
@@ -326,6 +329,56 @@ void check_case(const Spec &spec, int blocks_per_sm = 0)
     report(error <= limit && lse_error <= 3e-3 && repeats, describe(spec) + text);
 }
 
+/* What the kernel tells and counts of a case, against the shares of the reference. */
+void check_told(const Spec &spec)
+{
+    Case c(spec);
+    const Reference want = reference(c);
+    const hkv::DecodeParams p = c.params();
+    c.clear_counters();
+    c.launch(0);
+    CHECK_CUDA(cudaDeviceSynchronize());
+    const std::vector<uint32_t> skipped = c.told(false), refined = c.told(true);
+    const hkv_format &f = c.format();
+    uint64_t n_read = 0, n_skipped = 0, n_refined = 0, n_bytes = 0;
+    double skipped_mass = 0;
+    int n_wrong = 0, n_unsure = 0;
+    for (int r = 0; r < spec.n_rows(); r++)
+        for (int h = 0; h < spec.n_kv_heads; h++) {
+            n_bytes += uint64_t(spec.n_new[r] * f.row_bytes);
+            for (int b = 0; b < c.max_blocks(); b++) {
+                const size_t pair = size_t(r) * spec.n_kv_heads + h;
+                const float share = want.shares[pair * c.max_blocks() + b];
+                const bool told_skipped = skipped[pair * p.mask_words + b / 32] >> b % 32 & 1,
+                           told_refined = refined[pair * p.mask_words + b / 32] >> b % 32 & 1;
+                if (c.page_of(r, b) >= 0)
+                    n_bytes += uint64_t(std::max(0, std::min(64, spec.older[r] - b * 64)) * f.row_bytes);
+                const bool l2 = is_l2(uint32_t(c.block_id(r, b)), uint32_t(h), spec.l2_share);
+                const bool is_skipped = share > 0 && share < spec.skip_mass;
+                const bool is_refined = share > 0 && !is_skipped && share >= spec.refine_mass && !l2;
+                n_unsure += std::fabs(share - spec.skip_mass) < 3e-3f * spec.skip_mass ||
+                            std::fabs(share - spec.refine_mass) < 3e-3f * spec.refine_mass;
+                n_wrong += told_skipped != is_skipped || told_refined != is_refined;
+                n_read += share > 0;
+                n_skipped += is_skipped;
+                n_refined += is_refined;
+                skipped_mass += is_skipped ? share : 0;
+                if (share > 0) n_bytes += is_skipped ? f.v_params_offset : is_refined ? f.int8_bytes : f.int4_bytes;
+            }
+        }
+    const hkv_counters n = c.counters();
+    const auto near = [&](uint64_t a, uint64_t b, uint64_t each) { return (a > b ? a - b : b - a) <= each * n_unsure; };
+    char text[192];
+    std::snprintf(text, sizeof text, ": read %d skipped %d refined %d, unsure %d, told wrongly %d",
+                  static_cast<int>(n_read), static_cast<int>(n_skipped), static_cast<int>(n_refined), n_unsure,
+                  n_wrong);
+    report(n_wrong <= n_unsure && n.n_records_read == n_read && near(n.n_records_skipped, n_skipped, 1) &&
+               near(n.n_records_refined, n_refined, 1) && near(n.n_bytes_read, n_bytes, f.record_bytes) &&
+               n.n_skipped_mass_terms == uint64_t(spec.n_rows() * spec.n_kv_heads) &&
+               std::fabs(n.skipped_mass - skipped_mass) <= 1e-3 * skipped_mass + n_unsure * spec.skip_mass,
+           "told: " + describe(spec) + text);
+}
+
 Spec base(int bits, int dim, hkv_dtype dtype)
 {
     Spec s;
@@ -353,7 +406,10 @@ void check_attention(bool quick)
         s.n_kv_heads = 4;
         s.skip_mass = 0.3f;
         s.refine_mass = 0.6f;
+        s.l2_share = 0.3f;
+        s.unselected_share = 0.3f;
         check_case(s);
+        check_told(s);
         return;
     }
     for (int bits :
@@ -413,6 +469,26 @@ void check_attention(bool quick)
             s.n_new = {3, 1, 2, 1, 4, 1, 5};
             s.sink_logits = true;
             s.window_tokens = 900;
+            check_case(s);
+        }
+    for (int heads :
+         {1, 8}) /* tiers and masks: little of much, much of little, more put off than a warp has room for */
+        for (float unselected : {0.f, 0.5f, 0.97f}) {
+            Spec s = base(8, 128, HKV_F16);
+            s.n_kv_heads = heads;
+            s.older = {1, 64, 700, 40000, 9000};
+            s.n_new = {1, 1, 2, 1, 1};
+            s.l2_share = 0.8f;
+            s.unselected_share = unselected;
+            check_case(s);
+            check_told(s);
+            s.skip_mass = 0.3f;
+            s.refine_mass = 0.6f;
+            check_case(s);
+            check_told(s);
+            s.window_tokens = 5000;
+            check_case(s);
+            s.soft_cap = 3.f;
             check_case(s);
         }
     for (int bits : {8, 6, 4}) { /* long, and enough to fill the chip; more units than workers */

@@ -156,6 +156,23 @@ __global__ void sink_kernel(uint16_t *k, int64_t k_token, const uint16_t *q, int
     k[(k_token * heads + head) * dim + channel] = element(static_cast<float>(1.06 * sum), dtype);
 }
 
+/* Which records of a row are in L2, and which of them are not selected. */
+__host__ __device__ inline bool is_l2(uint32_t block, uint32_t head, float share)
+{
+    return hash(block, head, 17u) * 2.3283064e-10f < share;
+}
+__host__ __device__ inline bool is_unselected(uint32_t block, uint32_t head, float share)
+{
+    return hash(block, head, 23u) * 2.3283064e-10f < share;
+}
+__global__ void tier_kernel(uint8_t *records, int64_t n_records, int heads, size_t record_bytes, float l2_share)
+{
+    for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < n_records;
+         i += int64_t(gridDim.x) * blockDim.x)
+        if (is_l2(static_cast<uint32_t>(i / heads), static_cast<uint32_t>(i % heads), l2_share))
+            reinterpret_cast<hkv_record_header *>(records + i * record_bytes)->tier = HKV_TIER_L2;
+}
+
 /* ------------------------------------------------------------------------------------------------------------------
  * case */
 
@@ -172,6 +189,8 @@ struct Spec {
     float soft_cap = 0;
     bool sink_logits = false;
     float skip_mass = 0, refine_mass = 0;
+    float l2_share = 0;         /* of the records, in tier L2 */
+    float unselected_share = 0; /* of those of L2, with bit 0 in a read_mask; there is none where it is 0 */
     Values values = Values::kNormal;
     int copies = 1; /* of the cache, to rotate over */
     uint32_t seed = 1;
@@ -204,6 +223,7 @@ class Case
         make_tokens();
         for (int i = 0; i < spec.copies; i++) make_copy(i);
         make_launch(blocks_per_sm);
+        make_masks();
         CHECK_CUDA(cudaDeviceSynchronize());
     }
     const Spec &spec() const
@@ -292,6 +312,20 @@ class Case
     const DeviceArray<uint16_t> &new_k() const
     {
         return k_;
+    }
+    /* Words of skipped_mask or refined_mask, [rows, KV heads, tiles, mask_words]. */
+    std::vector<uint32_t> told(bool refined) const
+    {
+        return (refined ? refined_mask_ : skipped_mask_).host();
+    }
+    void clear_told()
+    {
+        skipped_mask_.fill(0);
+        refined_mask_.fill(0);
+    }
+    int block_id(int row, int block) const
+    {
+        return table_[row * table_stride_ + block];
     }
     int max_blocks() const
     {
@@ -415,6 +449,9 @@ class Case
                                                       spec_.dim, spec_.dtype);
             append(copy, blocks.data() + first, n, k, v);
         }
+        if (spec_.l2_share > 0 && spec_.bits)
+            tier_kernel<<<1056, 256>>>(records_[copy].get(), int64_t(n_blocks_) * heads, heads, format_.record_bytes,
+                                       spec_.l2_share);
     }
     /* Write n blocks by two plans: rows into pages where a block has one, then every full block's record. */
     void append(int copy, const std::pair<int, int> *blocks, int n, const DeviceArray<uint16_t> &k,
@@ -490,16 +527,15 @@ class Case
     {
         int most_new = 1;
         for (int n : spec_.n_new) most_new = std::max(most_new, n);
-        const bool progressive = spec_.skip_mass > 0 || spec_.refine_mass > 0;
+        const bool progressive = spec_.skip_mass > 0 || spec_.refine_mass > 0 || spec_.l2_share > 0;
         CHECK_CUDA(hkv::plan_decode(format_, spec_.group * most_new, progressive, blocks_per_sm, &shape_));
         const int n_chunks =
             hkv::max_chunks(shape_.n_workers, spec_.n_rows(), spec_.n_kv_heads, spec_.group * most_new, shape_.columns);
         partials_ = DeviceArray<uint8_t>(hkv::decode_partial_bytes(shape_, n_chunks));
-        arrivals_ = DeviceArray<uint32_t>(hkv::decode_counter_bytes(n_chunks) / sizeof(uint32_t));
         references_ = DeviceArray<uint32_t>(hkv::decode_reference_bytes(shape_, n_chunks) / sizeof(uint32_t));
         chunks_ = DeviceArray<hkv::Chunk>(n_chunks);
         schedule_words_ = DeviceArray<int32_t>(2);
-        arrivals_.fill(0);
+        partials_.fill(0xff);
         references_.fill(0xff);
 
         hkv::DecodeParams &p = params_;
@@ -527,7 +563,6 @@ class Case
         p.refine_mass = spec_.refine_mass;
         p.counters = counters_.get();
         p.partials = partials_.get();
-        p.arrivals = arrivals_.get();
         p.references = references_.get();
         schedule_input_.plan = p.plan;
         schedule_input_.n_rows = spec_.n_rows();
@@ -538,6 +573,35 @@ class Case
         schedule_input_.page_weight =
             spec_.hot_pages && spec_.bits ? int(std::lround(double(format_.row_page_bytes) / format_.record_bytes)) : 0;
         schedule();
+    }
+
+    /* Bits of blocks that a row does not see are set: nothing may come of them. */
+    void make_masks()
+    {
+        if (!shape_.progressive) return;
+        int most_new = 1;
+        for (int n : spec_.n_new) most_new = std::max(most_new, n);
+        hkv::DecodeParams &p = params_;
+        p.mask_words = ceil_div(max_blocks(), 32) + 1;
+        p.mask_tiles = ceil_div(spec_.group * most_new, shape_.columns);
+        const size_t pairs = size_t(spec_.n_rows()) * spec_.n_kv_heads;
+        skipped_mask_ = DeviceArray<uint32_t>(pairs * p.mask_tiles * p.mask_words);
+        refined_mask_ = DeviceArray<uint32_t>(pairs * p.mask_tiles * p.mask_words);
+        clear_told();
+        p.skipped_mask = skipped_mask_.get();
+        p.refined_mask = refined_mask_.get();
+        if (spec_.unselected_share <= 0) return;
+        std::vector<uint32_t> mask(pairs * p.mask_words, 0xffffffffu);
+        for (int r = 0; r < spec_.n_rows(); r++)
+            for (int h = 0; h < spec_.n_kv_heads; h++)
+                for (int b = 0; b < ceil_div(spec_.older[r], kT); b++) {
+                    const uint32_t id = static_cast<uint32_t>(block_id(r, b)), head = static_cast<uint32_t>(h);
+                    const bool is_read = page_of(r, b) < 0 && !(is_l2(id, head, spec_.l2_share) &&
+                                                                is_unselected(id, head, spec_.unselected_share));
+                    if (!is_read) mask[(size_t(r) * spec_.n_kv_heads + h) * p.mask_words + b / 32] &= ~(1u << b % 32);
+                }
+        read_mask_ = DeviceArray<uint32_t>(mask);
+        p.read_mask = read_mask_.get();
     }
 
     Spec spec_;
@@ -553,7 +617,7 @@ class Case
     DeviceArray<hkv_counters> counters_;
     std::vector<DeviceArray<uint8_t>> records_, pages_;
     DeviceArray<uint8_t> partials_;
-    DeviceArray<uint32_t> arrivals_, references_;
+    DeviceArray<uint32_t> references_, read_mask_, skipped_mask_, refined_mask_;
     DeviceArray<hkv::Chunk> chunks_;
     hkv::DecodeShape shape_ = {};
     hkv::ScheduleInput schedule_input_ = {};
@@ -594,7 +658,10 @@ __device__ inline Token find_token(const hkv::DecodeParams &p, int row, int head
     const uint8_t *record = p.layer.record(p.block_table[row * p.block_table_stride + block], head);
     if (p.layer.format.bits == 0) return {Token::kRows, record, in_block};
     const hkv_record_header *h = reinterpret_cast<const hkv_record_header *>(record);
-    const bool held = h->stamp && h->version == HKV_FORMAT_VERSION && h->planes && in_block < h->n_valid_tokens;
+    const int64_t pair = int64_t(row) * p.layer.n_kv_heads + head;
+    const bool is_read = !p.read_mask || (p.read_mask[pair * p.mask_words + block / 32] >> block % 32 & 1);
+    const bool held =
+        is_read && h->stamp && h->version == HKV_FORMAT_VERSION && h->planes && in_block < h->n_valid_tokens;
     return {held ? Token::kRecord : Token::kAbsent, record, in_block};
 }
 __device__ inline double token_value(const hkv::DecodeParams &p, const Token &t, int row, int head, bool is_v,
@@ -692,7 +759,12 @@ __global__ void reference_kernel(hkv::DecodeParams p, double *scratch, int64_t s
     double *x = scratch + ((int64_t(row) * gridDim.y + token) * gridDim.z + q_head) * scratch_stride;
     const float *share =
         shares ? shares + ((int64_t(row) * (gridDim.z / p.group) + head) * n_tiles + tile) * max_blocks : nullptr;
-    const auto precise = [&](int j) { return !share || share[j / 64] >= p.refine_mass; };
+    const auto precise = [&](int j) {
+        if (!share) return true;
+        const uint8_t *record = p.layer.record(p.block_table[row * p.block_table_stride + j / 64], head);
+        return share[j / 64] >= p.refine_mass &&
+               reinterpret_cast<const hkv_record_header *>(record)->tier != HKV_TIER_L2;
+    };
     if (share) { /* high-only scores are there from the first kernel; replace those that are refined or skipped */
         __syncthreads();
         for (int j = threadIdx.x; j < r.length; j += blockDim.x)
@@ -733,7 +805,8 @@ __global__ void reference_kernel(hkv::DecodeParams p, double *scratch, int64_t s
 
 struct Reference {
     std::vector<double> out, lse;
-    std::vector<char> unsure; /* per (token, query head): some record's share lies too near a threshold to call */
+    std::vector<char> unsure;  /* per (token, query head): some record's share lies too near a threshold to call */
+    std::vector<float> shares; /* [rows, KV heads, tiles, max_blocks], 0 where there is no record to read */
 };
 inline Reference reference(const Case &c, int copy = 0)
 {
@@ -744,7 +817,7 @@ inline Reference reference(const Case &c, int copy = 0)
     int most_new = 1;
     for (int n : s.n_new) most_new = std::max(most_new, n);
     const int q_heads = s.n_kv_heads * s.group;
-    const bool progressive = (s.skip_mass > 0 || s.refine_mass > 0) && s.bits;
+    const bool progressive = (s.skip_mass > 0 || s.refine_mass > 0 || s.l2_share > 0) && s.bits;
     const int64_t stride = int64_t(longest) * (progressive ? 2 : 1);
     DeviceArray<double> scratch(size_t(s.n_rows()) * most_new * q_heads * stride);
     const int columns = c.shape().columns, n_tiles = ceil_div(most_new * s.group, columns);
@@ -769,7 +842,7 @@ inline Reference reference(const Case &c, int copy = 0)
                     for (float limit : {s.skip_mass, s.refine_mass})
                         if (std::fabs(x[b] - limit) < 3e-3f * limit) unsure[size_t(first + t) * q_heads + h] = 1;
             }
-    return {out.host(), lse.host(), unsure};
+    return {out.host(), lse.host(), unsure, judged};
 }
 
 inline double from_bits(uint16_t bits, hkv_dtype dtype)

@@ -1,0 +1,701 @@
+/* decode_progressive.cu - decode attention that decides for every record how much of it is worth reading.
+ *
+ * Contract. As decode.cu; of a record first K high is read, whose scores give its share (docs/transitions.md,
+ * "Progressive reading"), then nothing, V high, or everything. Only this kernel knows tiers: records of L2 are never
+ * refined, and of a read_mask only the records that it names are read at all.
+ *
+ * Grid. n_workers blocks of kWarps warps, no producer. Every warp has records of its own (of a chunk with one head
+ * every kWarps-th), a ring of its own for their K high and a slot for values, and starts its own copies: so a warp that
+ * waits for something keeps nobody else waiting. While a record's values are under way, the next one is scored. Records
+ * that are to be refined are put off: their rest comes into L2 meanwhile, and when all others are read, the warps of a
+ * head share them by tiles of 16 tokens, straight from L2 into registers, as the words of a plane are operands already.
+ *
+ * Bytes. At D = 128, per token, layer and KV head: 73 (K high with its parameters), then nothing, 68 (V high), or 196
+ * and K high again, from L2.
+ *
+ * Why this tiling. 12 warps an SM are as many as have 168 registers each; two slots a warp for keys are 112 KB an SM,
+ * twice what the memory needs under way. Which records are refined is a matter of luck: a warp that had to deal with
+ * its own alone would keep the whole launch waiting. Decisions, and so sums and their order, depend on the data alone.
+ * docs/kernels.md has the alternatives and their times.
+ */
+#include "decode_unit.cuh"
+#include "decode_variant.cuh"
+
+namespace hkv
+{
+namespace
+{
+
+constexpr int kWarps = 6;
+/* Chips with 100 KB of shared memory have room for one block of threads, which then need not save registers. */
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ == 860 || __CUDA_ARCH__ == 890)
+constexpr bool kHasRoom = false;
+#else
+constexpr bool kHasRoom = true;
+#endif
+constexpr int kMaxKeySlots = 8;
+constexpr int kValueSlots = 1;
+constexpr int kPieceRows = HKV_TILE_TOKENS / 2; /* of a 16-bit page that are copied at once: they fit a value slot */
+
+/* A record whose K high is in a slot, or on its way there. */
+struct KeySlot {
+    const uint8_t *record;
+    int32_t id, block; /* physical, logical */
+};
+
+/* A record that is to be read in full. */
+struct RefinedRecord {
+    int32_t id, block;        /* physical, logical */
+    int16_t n_tokens, planes; /* that it holds */
+};
+constexpr int kMaxRefined = 16; /* that a warp puts off */
+
+/* Logical blocks of a chunk for one of a head's ranks, each rank every n_ranks-th; looked up 32 at a time, a lane each.
+ * With a read_mask a chunk is not its range of blocks but its part of the row's set bits. */
+struct RecordList {
+    int32_t first, stride, n; /* number (of block or of set bit) of the rank's first record, to its next, how many */
+    int32_t n_looked_up;
+    int32_t block[32], id[32]; /* of those looked up last, logical and physical */
+};
+
+/* What a warp has for itself, ahead of its value slots and key slots. */
+struct WarpMemory {
+    float2 reference[32];       /* a lane's: log2-sum-exp of the hot part */
+    float4 pending[kTiles][32]; /* scores of the record whose values are under way: 16 registers less */
+    uint64_t key_full[kMaxKeySlots], value_full[kValueSlots];
+    KeySlot keys[kMaxKeySlots];
+    const uint8_t *values[kValueSlots]; /* the record */
+    int32_t n_refined;
+    RefinedRecord refined[kMaxRefined];
+    RecordList records;
+    float2 hot_sums[16]; /* m and l of the hot part, where several warps share a head */
+    Tally tally;
+};
+constexpr int kWarpMemoryBytes = round_up(sizeof(WarpMemory), 16);
+
+/* Bytes of a slot in which n_bytes may begin anywhere in a line. */
+__host__ __device__ constexpr int slot_bytes(int n_bytes)
+{
+    return (n_bytes + kMaxSkew + 15) / 16 * 16;
+}
+__host__ __device__ constexpr int key_slot_bytes(int dim)
+{
+    return slot_bytes(static_cast<int>(sizeof(hkv_record_header)) + 4 * dim + kBlockTokens / 2 * dim);
+}
+__host__ __device__ constexpr int value_slot_bytes(int dim)
+{
+    return slot_bytes(4 * kBlockTokens * ((dim + HKV_VALUE_GROUP - 1) / HKV_VALUE_GROUP) + kBlockTokens / 2 * dim);
+}
+/* A warp's memory without its key slots. */
+__host__ __device__ constexpr int warp_bytes(int dim)
+{
+    return kWarpMemoryBytes + kValueSlots * value_slot_bytes(dim);
+}
+/* Where in a slot a copy of `source` begins. */
+__device__ __forceinline__ int skew_in(const uint8_t *slot, const uint8_t *source)
+{
+    return static_cast<int>((static_cast<uint32_t>(reinterpret_cast<uintptr_t>(source)) - shared_address(slot)) %
+                            kLine);
+}
+/* Position of set bit number n of a word. */
+__device__ __forceinline__ int nth_bit(uint32_t word, int n)
+{
+    int at = 0;
+#pragma unroll
+    for (int width = 16; width; width /= 2) {
+        const int below = __popc(word & ((1u << width) - 1u));
+        if (n >= below) {
+            n -= below;
+            word >>= width;
+            at += width;
+        }
+    }
+    return at;
+}
+
+/* ---------------------------------------------------------------------------------------------- the records of a warp
+ */
+
+/* Logical blocks that a row's queries see. */
+__device__ __forceinline__ int first_visible(const DecodeParams &p, const Chunk &chunk)
+{
+    return p.window_tokens ? max(0, chunk.n_older + 1 - p.window_tokens) / kBlockTokens : 0;
+}
+__device__ __forceinline__ int end_visible(const Chunk &chunk)
+{
+    return (chunk.n_older + kBlockTokens - 1) / kBlockTokens;
+}
+/* A word of a head's read_mask without blocks that the row does not see. */
+__device__ __forceinline__ uint32_t mask_word(const DecodeParams &p, const Chunk &chunk, int head, int i)
+{
+    const int from = first_visible(p, chunk) - 32 * i, to = end_visible(chunk) - 32 * i;
+    if (to <= 0 || from >= 32) return 0;
+    uint32_t word = p.read_mask[(static_cast<int64_t>(chunk.row) * p.layer.n_kv_heads + head) * p.mask_words + i];
+    if (from > 0) word &= kFullWarp << from;
+    if (to < 32) word &= (1u << to) - 1u;
+    return word;
+}
+/* By a whole warp: logical block of a set bit of the mask, a lane each. */
+__device__ __forceinline__ int block_of_bit(const DecodeParams &p, const Chunk &chunk, int head, int number, int lane)
+{
+    int found = 0, before = 0;
+    for (int i = first_visible(p, chunk) / 32; i * 32 < end_visible(chunk); i += 32) {
+        const uint32_t word = mask_word(p, chunk, head, i + lane);
+        int up_to = __popc(word); /* bits up to and with this lane's word */
+#pragma unroll
+        for (int step = 1; step < 32; step <<= 1) {
+            const int other = __shfl_up_sync(kFullWarp, up_to, step);
+            if (lane >= step) up_to += other;
+        }
+        const int wanted = number - before;
+        int at = 0; /* the first word that reaches beyond it */
+#pragma unroll
+        for (int step = 16; step; step /= 2)
+            if (__shfl_sync(kFullWarp, up_to, at + step - 1) <= wanted) at += step;
+        const uint32_t its_word = __shfl_sync(kFullWarp, word, at);
+        const int its_end = __shfl_sync(kFullWarp, up_to, at), total = __shfl_sync(kFullWarp, up_to, 31);
+        if (wanted >= 0 && wanted < total)
+            found = (i + at) * 32 + nth_bit(its_word, wanted - its_end + __popc(its_word));
+        before += total;
+        if (__all_sync(kFullWarp, number < before)) break;
+    }
+    return found;
+}
+
+/* Addresses made from x are not worth a register outside the loop that uses them. */
+__device__ __forceinline__ void keep_local(int &x)
+{
+    asm volatile("" : "+r"(x));
+}
+
+/* ----------------------------------------------------------------------------------------------------------- the warp
+ */
+
+template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
+    static_assert(S::kColumnTiles == 1, "there is room for scores and references of one column tile");
+    using Base = Unit<S, kWarps>;
+    using Base::acc;
+    using Base::chunk;
+    using Base::lane;
+    using Base::n_ranks;
+    using Base::p;
+    using Base::query;
+    using Base::query_token;
+    using Base::rank;
+    using Base::shape;
+    using Base::warp;
+
+    enum RestKind { kNoRest, kValuesHigh, kAllTheRest };
+    uint8_t *warps;        /* memory of warp 0, those of the others behind it */
+    uint32_t records_left; /* of those looked up last: lanes whose record is still to come */
+    bool waited;
+    int n_ahead; /* records that are in the ring of key slots, the next one to be scored in: */
+    int score_slot;
+    uint32_t score_parity;
+    uint32_t n_values; /* copies into value slots */
+    bool has_reference;
+
+    /* Tables of the plan, old records: fine before the wait. Pages, records and masks of this step: not. */
+    __device__ __forceinline__ void wait_once()
+    {
+        if (waited) return;
+        wait_for_predecessor();
+        let_successor_start();
+        waited = true;
+    }
+    __device__ __forceinline__ int warp_stride() const
+    {
+        return warp_bytes(shape.layout().dim) + p.n_stages * key_slot_bytes(shape.layout().dim);
+    }
+    __device__ __forceinline__ WarpMemory &memory_of(int its_warp) const
+    {
+        return *reinterpret_cast<WarpMemory *>(warps + its_warp * warp_stride());
+    }
+    __device__ __forceinline__ WarpMemory &mine() const
+    {
+        return memory_of(warp);
+    }
+    __device__ __forceinline__ uint8_t *value_slot(uint32_t i) const
+    {
+        return warps + warp * warp_stride() + kWarpMemoryBytes + i % kValueSlots * value_slot_bytes(shape.layout().dim);
+    }
+    __device__ __forceinline__ uint8_t *key_slot(int i) const
+    {
+        return value_slot(0) + kValueSlots * value_slot_bytes(shape.layout().dim) +
+               i * key_slot_bytes(shape.layout().dim);
+    }
+
+    /* ------------------------------------------------------------------------------------------------------ copies */
+
+    /* Which records of the chunk this warp reads. */
+    __device__ __forceinline__ void start_list()
+    {
+        int begin = chunk->block_begin, end = chunk->block_end;
+        if (p.read_mask) {
+            int64_t n_set = 0;
+            for (int i = first_visible(p, *chunk) / 32; i * 32 < end_visible(*chunk); i += 32)
+                n_set += __reduce_add_sync(kFullWarp, __popc(mask_word(p, *chunk, this->head(), i + lane)));
+            begin = static_cast<int>(n_set * chunk->part / chunk->n_parts);
+            end = static_cast<int>(n_set * (chunk->part + 1) / chunk->n_parts);
+        }
+        RecordList &list = mine().records;
+        if (lane == 0) {
+            list.first = begin + rank();
+            list.stride = n_ranks();
+            list.n = max(0, end - begin - rank() + n_ranks() - 1) / n_ranks();
+            list.n_looked_up = 0;
+        }
+        records_left = 0;
+        __syncwarp();
+    }
+    /* Look up some more until there is one to read. */
+    __device__ __forceinline__ void look_up()
+    {
+        RecordList &list = mine().records;
+        while (list.n_looked_up < list.n) {
+            const int done = list.n_looked_up, i = min(done + lane, list.n - 1), number = list.first + i * list.stride;
+            const int block = p.read_mask ? block_of_bit(p, *chunk, this->head(), number, lane) : number;
+            const ColdBlock cold = find_cold_block(p, *chunk, p.plan.rows[chunk->row], block);
+            list.block[lane] = block;
+            list.id[lane] = cold.id;
+            __syncwarp();
+            if (lane == 0) list.n_looked_up = done + 32;
+            records_left = __ballot_sync(kFullWarp, cold.id != 0 && done + lane < list.n);
+            if (__any_sync(kFullWarp, cold.is_new)) wait_once();
+            __syncwarp();
+            if (records_left) return;
+        }
+    }
+    /* Start reading the next record's K high, if there is one. Its slot is free. */
+    __device__ __forceinline__ void fetch_keys()
+    {
+        if (unlikely(records_left == 0)) look_up();
+        if (records_left == 0) return;
+        const int from = __ffs(static_cast<int>(records_left)) - 1;
+        records_left &= records_left - 1;
+        const int id = mine().records.id[from];
+        const uint8_t *record = p.layer.record(id, this->head());
+        int i = score_slot + n_ahead;
+        if (i >= p.n_stages) i -= p.n_stages;
+        uint8_t *slot = key_slot(i);
+        if (lane == 0) mine().keys[i] = {record, id, mine().records.block[from]};
+        copy_to_shared(shared_address(slot) + skew_in(slot, record), record,
+                       static_cast<uint32_t>(shape.layout().v_params()), shared_address(&mine().key_full[i]), lane);
+        n_ahead++;
+    }
+    /* Start copying to the next value slot. */
+    __device__ __forceinline__ void fetch_values(const uint8_t *source, int n_bytes)
+    {
+        uint8_t *slot = value_slot(n_values);
+        copy_to_shared(shared_address(slot) + skew_in(slot, source), source, static_cast<uint32_t>(n_bytes),
+                       shared_address(&mine().value_full[n_values % kValueSlots]), lane);
+        n_values++;
+    }
+    /* Wait for the last copy to a value slot. */
+    __device__ __forceinline__ void await_values() const
+    {
+        const uint32_t i = n_values - 1;
+        barrier_wait(shared_address(&mine().value_full[i % kValueSlots]), i / kValueSlots & 1);
+    }
+    /* Where in its slot that copy of `source` is. */
+    __device__ __forceinline__ const uint8_t *values_of(const uint8_t *source) const
+    {
+        const uint8_t *slot = value_slot(n_values - 1);
+        return slot + skew_in(slot, source);
+    }
+
+    /* ---------------------------------------------------------------------------------------------------- hot part */
+
+    /* The pages that the row reads hot, in pieces that the ranks take in turn. */
+    __device__ void add_hot_pages(HotPage hers)
+    {
+        const hkv_plan_row &row = p.plan.rows[chunk->row];
+        const int row_bytes = p.layer.format.row_bytes;
+        int turn = 0;
+        for (int base = 0; base < row.n_sinks + row.n_window; base += 32) {
+            if (base > 0) hers = find_hot_page(p, *chunk, row, base + lane);
+            for (uint32_t left = __ballot_sync(kFullWarp, hers.n_tokens > 0); left; left &= left - 1) {
+                const HotPage hot = broadcast(hers, __ffs(static_cast<int>(left)) - 1);
+                const uint8_t *page = p.layer.hot_page(hot.page, this->head());
+                for (int first = 0; first < hot.n_tokens; first += kPieceRows) {
+                    const bool is_mine = turn == rank();
+                    turn = turn + 1 == n_ranks() ? 0 : turn + 1;
+                    if (!is_mine) continue;
+                    const uint8_t *source = page + first * row_bytes;
+                    fetch_values(source, kPieceRows * row_bytes);
+                    await_values();
+                    const uint8_t *rows = values_of(source);
+                    this->add_rows(PageRows{shared_address(rows), row_bytes, row_bytes / 32, 0,
+                                            min(kPieceRows, hot.n_tokens - first)},
+                                   hot.block * kBlockTokens + first, false);
+                    __syncwarp();
+                }
+            }
+        }
+    }
+    __device__ __forceinline__ float &own_reference(int column) const
+    {
+        return reinterpret_cast<float *>(&mine().reference[lane])[column];
+    }
+    __device__ __forceinline__ uint32_t *reference_words() const
+    {
+        return p.references +
+               (static_cast<size_t>(chunk->first_slot) * kMaxChunkHeads + warp % this->n_heads) * S::kColumns;
+    }
+    /* After the hot part: its log-sum-exp, over all ranks, for this chunk and the unit's others. */
+    __device__ void publish_reference()
+    {
+        float m[S::kColumnTiles][2], l[S::kColumnTiles][2];
+#pragma unroll
+        for (int n = 0; n < S::kColumnTiles; n++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                m[n][j] = acc.m[n][j];
+                l[n][j] = acc.total(n, j);
+                if (n_ranks() > 1 && lane < 4) mine().hot_sums[n * 8 + 2 * lane + j] = make_float2(m[n][j], l[n][j]);
+            }
+        this->meet_ranks();
+#pragma unroll
+        for (int n = 0; n < S::kColumnTiles; n++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                if (n_ranks() > 1) {
+                    m[n][j] = kNone;
+                    l[n][j] = 0.f;
+                    for (int i = warp % this->n_heads; i < n_ranks() * this->n_heads; i += this->n_heads) {
+                        const float2 other = memory_of(i).hot_sums[n * 8 + 2 * (lane % 4) + j];
+                        const float top = fmaxf(m[n][j], other.x);
+                        l[n][j] = l[n][j] * fast_exp2(m[n][j] - top) + other.y * fast_exp2(other.x - top);
+                        m[n][j] = top;
+                    }
+                }
+                const float reference = query_token(n, j) < chunk->n_new ? m[n][j] + fast_log2(l[n][j]) : -kNone;
+                own_reference(j) = reference;
+                if (chunk->n_parts > 1 && rank() == 0 && lane < 4)
+                    store_shared_word(reference_words() + n * 8 + 2 * lane + j, __float_as_uint(reference));
+            }
+        has_reference = true;
+    }
+    /* In the unit's other chunks: wait for the first one's. It needs nothing from us, and all blocks are resident. */
+    __device__ __forceinline__ void await_reference()
+    {
+#pragma unroll
+        for (int n = 0; n < S::kColumnTiles; n++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                uint32_t word;
+                do word = load_shared_word(reference_words() + n * 8 + 2 * (lane % 4) + j);
+                while (word == kAbsent);
+                own_reference(j) = __uint_as_float(word);
+            }
+        has_reference = true;
+    }
+
+    /* ----------------------------------------------------------------------------------------------------- records */
+
+    /* Largest share over the columns of a record with these scores. */
+    __device__ __forceinline__ float share_of(const Scores<S, kTiles> &x) const
+    {
+        const float reference[2] = {own_reference(0), own_reference(1)};
+        float largest = 0.f;
+#pragma unroll
+        for (int n = 0; n < S::kColumnTiles; n++)
+#pragma unroll
+            for (int j = 0; j < 2; j++) {
+                float sum = 0.f;
+#pragma unroll
+                for (int t = 0; t < kTiles; t++)
+                    sum += fast_exp2(x[n][t][j] - reference[j]) + fast_exp2(x[n][t][2 + j] - reference[j]);
+#pragma unroll
+                for (int step = 4; step < 32; step <<= 1) sum += __shfl_xor_sync(kFullWarp, sum, step);
+                largest = fmaxf(largest, sum);
+            }
+        return __uint_as_float(__reduce_max_sync(kFullWarp, __float_as_uint(largest))); /* of numbers >= 0 */
+    }
+    /* Set the bit of a logical block, if anyone wants to know. */
+    __device__ __forceinline__ void mark(uint32_t *mask, int block) const
+    {
+        if (!mask || lane != 0) return;
+        const int64_t pair = static_cast<int64_t>(chunk->row) * p.layer.n_kv_heads + this->head();
+        atomicOr(mask + (pair * p.mask_tiles + chunk->column_tile) * p.mask_words + block / 32, 1u << block % 32);
+    }
+    /* What a record is worth reading beyond its K high. */
+    __device__ __forceinline__ RestKind judge(float share, int planes, int tier) const
+    {
+        if (share < p.skip_mass) return kNoRest;
+        if (share < p.refine_mass || !(planes & HKV_PLANE_K_LOW) || tier == HKV_TIER_L2) return kValuesHigh;
+        return kAllTheRest;
+    }
+    /* Count and tell what was decided. */
+    __device__ __forceinline__ void account(RestKind kind, float share, int planes, int block) const
+    {
+        const hkv_format &f = p.layer.format;
+        if (lane != 0) return;
+        Tally &tally = mine().tally;
+        tally.n_records++;
+        tally.n_skipped += kind == kNoRest;
+        tally.n_refined += kind == kAllTheRest;
+        tally.n_bytes += kind == kNoRest       ? f.v_params_offset
+                         : kind == kValuesHigh ? f.int4_bytes
+                                               : hkv_record_prefix_bytes(&f, hkv_record_precision(planes));
+        if (kind == kNoRest) {
+            tally.skipped_share += share;
+            mark(p.skipped_mask, block);
+        } else if (kind == kAllTheRest) {
+            mark(p.refined_mask, block);
+        }
+    }
+    /* K high of the next record has arrived: score it, decide, and start reading what it is worth. Its slot becomes
+     * free. */
+    __device__ __forceinline__ RestKind score_next(Scores<S, kTiles> &x, const uint8_t *&record)
+    {
+        const Layout layout = shape.layout();
+        barrier_wait(shared_address(&mine().key_full[score_slot]), score_parity);
+        const KeySlot key = mine().keys[score_slot];
+        const uint8_t *slot = key_slot(score_slot), *prefix = slot + skew_in(slot, key.record);
+        n_ahead--;
+        score_slot++;
+        if (score_slot == p.n_stages) {
+            score_slot = 0;
+            score_parity ^= 1;
+        }
+        const hkv_record_header *header = reinterpret_cast<const hkv_record_header *>(prefix);
+        const int position = key.block * kBlockTokens;
+        const int n_tokens =
+            min(min(kBlockTokens, chunk->n_older - position), hkv_header_n_tokens(header, kBlockTokens));
+        if (unlikely(n_tokens == 0)) return kNoRest;
+        const int planes = header->planes & p.layer.format.planes, tier = header->tier;
+        const StoredPlane keys = {prefix + layout.k_high()};
+        record_scores<false, kTiles>(shape, prefix + layout.k_params(), keys, keys, query, p.scale, lane, x);
+        this->template hide<kTiles>(x, position, n_tokens, false);
+        this->template cap<kTiles>(x);
+        if (unlikely(!has_reference)) await_reference();
+        const float share = share_of(x);
+        const RestKind kind = judge(share, planes, tier);
+        if (unlikely(p.counters || p.skipped_mask)) account(kind, share, planes, key.block);
+        if (kind == kAllTheRest)
+            put_off({key.id, key.block, static_cast<int16_t>(n_tokens), static_cast<int16_t>(planes)});
+        record = key.record;
+        return kind;
+    }
+    /* Start reading a record's values. */
+    __device__ __forceinline__ void fetch_values_of(const uint8_t *record)
+    {
+        if (lane == 0) mine().values[n_values % kValueSlots] = record;
+        fetch_values(record + shape.layout().v_params(), shape.layout().k_low() - shape.layout().v_params());
+    }
+    /* Wait for the pending record's values, and add them. */
+    __device__ __forceinline__ void settle(const float4 *pending)
+    {
+        const Layout layout = shape.layout();
+        await_values();
+        const uint8_t *rest = values_of(mine().values[(n_values - 1) % kValueSlots] + layout.v_params());
+        const StoredPlane values = {rest + layout.v_high() - layout.v_params()};
+        Scores<S, kTiles> x;
+#pragma unroll
+        for (int t = 0; t < kTiles; t++) {
+            const float4 f = pending[t * 32];
+            x[0][t][0] = f.x, x[0][t][1] = f.y, x[0][t][2] = f.z, x[0][t][3] = f.w;
+        }
+        add_record_values<false, kTiles>(shape, acc, x, rest, values, values, lane);
+        __syncwarp();
+    }
+    /* Read on until there is nothing left or no more can be put off. While a record's values are under way, the next
+     * ones are scored until another one's values are wanted, too. */
+    __device__ __forceinline__ void read_records()
+    {
+        bool is_pending = false;
+        for (;;) {
+            const bool goes_on = n_ahead > 0 && mine().n_refined < kMaxRefined;
+            const uint8_t *record = nullptr;
+            Scores<S, kTiles> x;
+            keep_local(warp);
+            keep_local(lane);
+            if (goes_on) {
+                const RestKind kind = score_next(x, record);
+                __syncwarp();
+                fetch_keys();
+                if (kind != kValuesHigh) continue;
+            }
+            float4 *pending = &mine().pending[0][lane];
+            if (is_pending) settle(pending);
+            if (!goes_on) return;
+            is_pending = true;
+            fetch_values_of(record);
+#pragma unroll
+            for (int t = 0; t < kTiles; t++)
+                pending[t * 32] = make_float4(x[0][t][0], x[0][t][1], x[0][t][2], x[0][t][3]);
+        }
+    }
+
+    /* -------------------------------------------------------------------------------------------- records in full */
+
+    /* Remember a record that is to be read in full, and have its rest come into L2. */
+    __device__ __forceinline__ void put_off(const RefinedRecord &refined)
+    {
+        const Layout layout = shape.layout();
+        if (lane == 0) mine().refined[mine().n_refined++] = refined;
+        prefetch_to_l2(p.layer.record(refined.id, this->head()) + layout.v_params(),
+                       static_cast<uint32_t>(
+                           (refined.planes & HKV_PLANE_V_LOW ? layout.v_low() + layout.plane() : layout.v_low()) -
+                           layout.v_params()),
+                       lane);
+    }
+    /* A tile of it. */
+    __device__ __forceinline__ void refine_tile(const RefinedRecord &refined, int tile)
+    {
+        const Layout layout = shape.layout();
+        const uint8_t *record = p.layer.record(refined.id, this->head());
+        const int offset = tile * layout.dim * 8, n_tokens = refined.n_tokens - tile * HKV_TILE_TOKENS;
+        if (n_tokens <= 0) return;
+        const bool with_low_values = refined.planes & HKV_PLANE_V_LOW;
+        const StoredPlane key_high = {record + layout.k_high() + offset}, key_low = {record + layout.k_low() + offset};
+        const StoredPlane value_high = {record + layout.v_high() + offset};
+        const StoredPlane value_low = {record + layout.v_low() + offset};
+        Scores<S, 1> x;
+        record_scores<true, 1>(shape, record + layout.k_params(), key_high, key_low, query, p.scale, lane, x);
+        this->template hide<1>(x, refined.block * kBlockTokens + tile * HKV_TILE_TOKENS, n_tokens, false);
+        this->template cap<1>(x);
+        const uint8_t *value_params = record + layout.v_params() + tile * 64;
+        if (with_low_values)
+            add_record_values<true, 1>(shape, acc, x, value_params, value_high, value_low, lane);
+        else
+            add_record_values<false, 1>(shape, acc, x, value_params, value_high, value_low, lane);
+    }
+    /* What this warp has put off; or, at the end, its share of what all warps of its head have: few records would else
+     * keep few warps busy for long. */
+    __device__ __forceinline__ void refine(bool together)
+    {
+        if (together) this->meet_ranks();
+        const int first_owner = together ? warp % this->n_heads : warp, stride = together ? n_ranks() : 1;
+        int owner = first_owner, index = 0, tile = together ? rank() : 0;
+        for (;; tile += stride) {
+            keep_local(warp);
+            keep_local(lane);
+            for (; tile >= kTiles; tile -= kTiles) index++;
+            while (owner < kWarps && index >= memory_of(owner).n_refined) {
+                index -= memory_of(owner).n_refined;
+                owner = together ? owner + this->n_heads : kWarps;
+            }
+            if (owner >= kWarps) break;
+            refine_tile(memory_of(owner).refined[index], tile);
+        }
+        if (!together && lane == 0) mine().n_refined = 0;
+        __syncwarp();
+    }
+
+    /* ------------------------------------------------------------------------------------------------------ chunks */
+
+    __device__ void read_chunk()
+    {
+        acc.clear();
+        has_reference = false;
+        if (lane == 0) {
+            *this->tally = Tally();
+            mine().n_refined = 0;
+        }
+        start_list();
+        for (int i = 0; i < p.n_stages; i++) fetch_keys();
+        HotPage hot = {};
+        if (chunk->part == 0) hot = find_hot_page(p, *chunk, p.plan.rows[chunk->row], lane);
+        wait_once();
+        if (this->has_call_rows()) {
+            const CallRows<S> rows = this->load_call_rows(); /* under way together with q */
+            this->load_queries(rank(), n_ranks());
+            this->meet_ranks();
+            this->add_rows(rows, chunk->n_older, true);
+        } else {
+            this->load_queries(rank(), n_ranks());
+            this->meet_ranks();
+        }
+        if (chunk->part == 0) {
+            add_hot_pages(hot);
+            publish_reference();
+        }
+        for (bool is_done = false; !is_done;) {
+            read_records();
+            is_done = n_ahead == 0;
+            refine(is_done);
+        }
+        this->report();
+        this->finish_chunk();
+        fence_copies(); /* partial results lay where values come next */
+        __syncwarp();
+    }
+    __device__ void run()
+    {
+        waited = false;
+        n_ahead = score_slot = 0;
+        score_parity = n_values = 0;
+        asm volatile("prefetch.global.L1 [%0];" ::"l"(p.schedule.chunks + blockIdx.x));
+        if (p.read_mask) wait_once();
+        for (int i = blockIdx.x; i < *p.schedule.n_chunks; i += gridDim.x) {
+            chunk = p.schedule.chunks + i;
+            read_chunk();
+        }
+        wait_once();
+        for (int i = blockIdx.x; i < *p.schedule.n_chunks; i += gridDim.x) {
+            chunk = p.schedule.chunks + i;
+            if (chunk->n_parts > 1 && this->merge_parts() && lane < S::kColumns)
+                store_shared_word(reference_words() + lane, kAbsent);
+        }
+    }
+};
+
+template <typename S, int kBlocksPerSm>
+__global__ void __launch_bounds__(kWarps * 32, kHasRoom ? kBlocksPerSm : 1)
+    progressive_kernel(const __grid_constant__ DecodeParams p)
+{
+    extern __shared__ __align__(128) uint8_t memory[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, dim = p.layer.format.stored_dim;
+    const int warp_stride = warp_bytes(dim) + p.n_stages * key_slot_bytes(dim);
+    uint8_t *warps = memory + kMaxChunkHeads * S::kQueryBytes;
+    WarpMemory &mine = *reinterpret_cast<WarpMemory *>(warps + warp * warp_stride);
+    if (lane < p.n_stages) barrier_init(shared_address(&mine.key_full[lane]), kCopyArrivals);
+    if (lane < kValueSlots) barrier_init(shared_address(&mine.value_full[lane]), kCopyArrivals);
+    if (lane == 0) mine.n_refined = 0;
+    fence_barrier_init();
+    __syncthreads(); /* warps that no head is left for have put nothing off either */
+    const int n_heads = *p.schedule.heads_per_chunk;
+    if (warp >= kWarps / n_heads * n_heads) {
+        wait_for_predecessor();
+        let_successor_start();
+        return;
+    }
+    ProgressiveReader<S> reader{{p, memory + warp % n_heads * S::kQueryBytes, warps + kWarpMemoryBytes, warp_stride,
+                                 &mine.tally, warp, lane, n_heads, S{dim}},
+                                warps};
+    reader.run();
+}
+
+template <typename S, int kBlocksPerSm> Variant variant_of(const hkv_format &format)
+{
+    Variant v;
+    v.kernel = progressive_kernel<S, kBlocksPerSm>;
+    v.columns = S::kColumns;
+    v.n_threads = kWarps * 32;
+    v.blocks_per_sm = kBlocksPerSm;
+    v.partial_bytes = kPartialBytes<S>;
+    v.fixed_bytes = kMaxChunkHeads * S::kQueryBytes + kWarps * warp_bytes(format.stored_dim);
+    v.stage_bytes = kWarps * key_slot_bytes(format.stored_dim);
+    v.max_stages = kMaxKeySlots;
+    return v;
+}
+
+} // namespace
+
+Variant find_progressive_variant(const hkv_format &format)
+{
+    switch (format.stored_dim) {
+    case 64:
+        return variant_of<Shape<64, true, 8>, 2>(format);
+    case 128:
+        return variant_of<Shape<128, true, 8>, 2>(format);
+    case 256:
+        return variant_of<Shape<256, true, 8>, 1>(format);
+    default:
+        return variant_of<Shape<256, false, 8>, 1>(format);
+    }
+}
+
+} // namespace hkv
