@@ -13,7 +13,8 @@
 
 enum {
     CALL_RECORDS = 64,
-    KEPT_WEIGHTS = 16384,                                           /* floats of the survey's weights that are kept */
+    KEPT_WEIGHTS = 16384, /* floats of the survey's weights that are kept */
+    SURVEY_RUN = 16,
     MAX_RUN = 8,                                                    /* records whose keys are weighed together */
     AHEAD_BYTES = 10240,                                            /* about what is prefetched at a time */
     RUN_WEIGHTS = MAX_RUN * HKV_BLOCK_ROWS * HKV_MAX_BLOCK_SIZE / 4 /* floats, for smaller blocks */
@@ -400,16 +401,6 @@ static void look_ahead_in_reading(record_batch *batch, int32_t first, int32_t en
         batch->ahead[queue[i]] = batch->sources[queue[i + batch->distance < n ? i + batch->distance : i]].data;
 }
 
-/* Records from s on, before `end`, that are weighed together: those read with (or without) low planes alike. */
-static int32_t run_length(const record_batch *batch, int32_t s, int32_t end)
-{
-    int32_t with_low = batch->readings[s] != HKV_READ_INT4, n = 1;
-    while (n < batch->max_run && s + n < end && batch->readings[s + n] != HKV_NOT_READ &&
-           (batch->readings[s + n] != HKV_READ_INT4) == with_low)
-        n++;
-    return n;
-}
-
 /* A block of rows and what it has of a batch so far. */
 typedef struct block_sums {
     row_block rows;
@@ -426,43 +417,59 @@ static void block_sums_start(const hkv_cpu_query *query, int32_t block, block_su
     value_sums_clear(&sums->rows, &sums->values);
 }
 
-static void records_add(const record_batch *batch, int32_t first, int32_t n, const float *weights,
+/* Add the values of n records, batch->sources[which[i]], with weights [n, HKV_BLOCK_ROWS, TP]. */
+static void records_add(const record_batch *batch, const int32_t *which, int32_t n, const float *weights,
                         const row_sums *parts, block_sums *sums)
 {
     const hkv_format *f = batch->query->format;
     const record_kernels *kernels = record_kernels_of(f, sums->rows.n_rows);
-    for (int32_t s = first; s < first + n; s++) {
-        size_t at = (size_t)(s - first);
+    for (int32_t i = 0; i < n; i++) {
+        int32_t s = which[i];
         float factor[HKV_BLOCK_ROWS];
-        keep_lse(&sums->rows, &parts[at], batch_lse(batch, s));
-        running_update(&sums->rows, &parts[at], &sums->running, &sums->values, factor);
+        keep_lse(&sums->rows, &parts[i], batch_lse(batch, s));
+        running_update(&sums->rows, &parts[i], &sums->running, &sums->values, factor);
         kernels->add(f, &batch->sources[s], batch->readings[s] == HKV_READ_INT8,
-                     weights + at * HKV_BLOCK_ROWS * (size_t)f->stored_tokens, factor, batch->ahead[s], &sums->values);
+                     weights + (size_t)i * HKV_BLOCK_ROWS * (size_t)f->stored_tokens, factor, batch->ahead[s],
+                     &sums->values);
     }
 }
 
-/* Read the records first .. end-1 as decided. */
-static void batch_attend(const record_batch *batch, int32_t first, int32_t end, block_sums *sums)
+/* Weigh and add n records, wherever in the batch they are, which are read with low planes of keys or all without. */
+static void records_read(const record_batch *batch, const int32_t *which, int32_t n, int32_t with_low, block_sums *sums)
 {
     const record_kernels *kernels = record_kernels_of(batch->query->format, sums->rows.n_rows);
-    const row_sums unread = row_sums_empty();
-    float own_weights[RUN_WEIGHTS];
-    row_sums own_parts[MAX_RUN];
-    int32_t n;
-    for (int32_t s = first; s < end; s += n) {
-        n = 1;
-        if (batch->readings[s] == HKV_NOT_READ) {
-            keep_lse(&sums->rows, &unread, batch_lse(batch, s));
-        } else if (batch->kept && batch->readings[s] == HKV_READ_INT4) {
-            records_add(batch, s, 1, kept_weights(batch, sums->block, s),
-                        &batch->kept_parts[kept_idx(batch, sums->block, s)], sums);
-        } else {
-            n = run_length(batch, s, end);
-            kernels->weigh(&sums->rows, &batch->sources[s], n, batch->readings[s] != HKV_READ_INT4, &batch->ahead[s],
-                           own_weights, own_parts);
-            records_add(batch, s, n, own_weights, own_parts, sums);
+    float weights[RUN_WEIGHTS];
+    row_sums parts[MAX_RUN];
+    hkv_cpu_source sources[MAX_RUN];
+    const uint8_t *ahead[MAX_RUN];
+    for (int32_t first = 0, n_run; first < n; first += n_run) {
+        n_run = n - first < batch->max_run ? n - first : batch->max_run;
+        for (int32_t i = 0; i < n_run; i++) {
+            sources[i] = batch->sources[which[first + i]];
+            ahead[i] = batch->ahead[which[first + i]];
         }
+        kernels->weigh(&sums->rows, sources, n_run, with_low, ahead, weights, parts);
+        records_add(batch, which + first, n_run, weights, parts, sums);
     }
+}
+
+/* Read the records first .. end-1 as decided. Those of a kind go together, so that each has others beside it. */
+static void batch_attend(const record_batch *batch, int32_t first, int32_t end, block_sums *sums)
+{
+    const row_sums unread = row_sums_empty();
+    int32_t queues[2][CALL_RECORDS], n[2] = {0, 0}; /* to be weighed without and with low planes of keys */
+    for (int32_t s = first; s < end; s++) {
+        int32_t with_low = batch->readings[s] != HKV_READ_INT4;
+        if (batch->readings[s] == HKV_NOT_READ)
+            keep_lse(&sums->rows, &unread, batch_lse(batch, s));
+        else if (batch->kept && !with_low)
+            records_add(batch, &s, 1, kept_weights(batch, sums->block, s),
+                        &batch->kept_parts[kept_idx(batch, sums->block, s)], sums);
+        else
+            queues[with_low][n[with_low]++] = s;
+    }
+    for (int32_t with_low = 0; with_low < 2; with_low++)
+        records_read(batch, queues[with_low], n[with_low], with_low, sums);
 }
 
 static void block_sums_end(const block_sums *sums, hkv_cpu_state *state)
@@ -498,7 +505,7 @@ static void batch_survey(record_batch *batch, int32_t first, int32_t end, hkv_cp
     const hkv_format *f = batch->query->format;
     const hkv_cpu_source *sources = batch->sources + first;
     int32_t n_blocks = (batch->query->n_rows + HKV_BLOCK_ROWS - 1) / HKV_BLOCK_ROWS, n = end - first;
-    float own_weights[RUN_WEIGHTS], shares[MAX_RUN];
+    float own_weights[RUN_WEIGHTS], shares[CALL_RECORDS];
     row_sums own_parts[MAX_RUN];
     for (int32_t s = 0; s < n; s++) shares[s] = -1.0f;
     for (int32_t block = 0; block < n_blocks; block++) {
@@ -523,7 +530,7 @@ static void batch_attend_progressively(record_batch *batch, hkv_cpu_progressive 
     int32_t read = 0, n;
     block_sums_start(batch->query, 0, &sums);
     for (int32_t first = 0; first < batch->n; first += n) {
-        n = batch->n - first < batch->max_run ? batch->n - first : batch->max_run;
+        n = batch->n - first < SURVEY_RUN ? batch->n - first : SURVEY_RUN;
         batch_survey(batch, first, first + n, progressive);
         batch_attend(batch, read, first, &sums);
         read = first;
@@ -600,7 +607,7 @@ static void records_attend(const hkv_cpu_query *query, const hkv_cpu_source *sou
             batch.kept_parts = kept_parts;
         }
         look_ahead_in_survey(&batch);
-        if (n_blocks == 1) {
+        if (n_blocks == 1 && batch.kept) {
             batch_attend_progressively(&batch, progressive, state);
             return;
         }
