@@ -185,7 +185,7 @@ class KeyWalk
         const NewTokens &t = p.tokens;
         const int end = (tile.first_query + tile.n_queries - 1) / p.group + 1;
         const int64_t token = tile.first_token + next_new_;
-        if (next_new_ >= end) return;
+        if (next_new_ >= end || tile.n_older < 0) return; /* tokens of a padding row are none of its own */
         *keys = {kKeyCall, tile.n_older + next_new_, min(kBlockTokens, end - next_new_),
                  static_cast<const uint8_t *>(t.k) + 2 * (token * t.k_stride_token + tile.head * t.k_stride_head),
                  static_cast<const uint8_t *>(t.v) + 2 * (token * t.v_stride_token + tile.head * t.v_stride_head)};
