@@ -125,13 +125,12 @@ template <typename S> struct Weigher {
         const int n_tokens = min(hkv_header_n_tokens(header, kBlockTokens), n_older_tokens);
         if (n_tokens == 0 || !was_read(block)) return;
         const Layout layout = shape.layout();
+        const StoredPlane high{record + layout.k_high()}, low{record + layout.k_low()};
         Scores<S, kTiles> x;
         if (was_refined(block, header->planes))
-            record_scores<true>(shape, record + layout.k_params(), record + layout.k_high(), record + layout.k_low(),
-                                query, p().scale, lane, x);
+            record_scores<true, kTiles>(shape, record + layout.k_params(), high, low, query, p().scale, lane, x);
         else
-            record_scores<false>(shape, record + layout.k_params(), record + layout.k_high(), nullptr, query, p().scale,
-                                 lane, x);
+            record_scores<false, kTiles>(shape, record + layout.k_params(), high, low, query, p().scale, lane, x);
         add<kTiles>(x, block * kBlockTokens, n_tokens, shares);
     }
     __device__ __forceinline__ bool has_bit(const uint32_t *mask, int64_t line, int block) const
@@ -158,8 +157,9 @@ template <typename S> struct Weigher {
         const NewTokens &t = p().tokens;
         const int64_t token = row.first_token + (begin - n_older());
         const uint16_t *k = static_cast<const uint16_t *>(t.k) + token * t.k_stride_token + head * t.k_stride_head;
-        add_rows(CallRows{k, nullptr, t.k_stride_token, 0, end - begin, p().layer.format.head_dim}, begin, end - begin,
-                 shares);
+        /* nobody asks these rows for values */
+        const CallRows<S> rows(k, t.k_stride_token, k, t.k_stride_token, end - begin, p().layer.format.head_dim, lane);
+        add_rows(rows, begin, end - begin, shares);
     }
     /* Largest share of a block over the tile's columns. */
     __device__ float weigh(int block) const
