@@ -105,6 +105,11 @@ def arch_args(archs: list[str]) -> list[str]:
     return args
 
 
+def find_waits(log: str) -> list[str]:
+    """What ptxas says of warpgroup products that it makes wait for each other, which they must not."""
+    return [line.strip() for line in log.splitlines() if "(C7511)" in line]
+
+
 def find_spills(log: str) -> list[str]:
     """Kernels that keep registers in memory, from what ptxas says of each."""
     spills, kernel = [], ""
@@ -148,6 +153,12 @@ class CudaLibrary:
             log.write_text(result.stdout)
         return target
 
+    def check_waits(self, objects: list[Path]) -> None:
+        """Stop if ptxas found no registers for warpgroup products under way: where it did, results were wrong."""
+        waits = [wait for path in objects for wait in find_waits(path.with_suffix(".log").read_text())]
+        if waits:
+            raise SystemExit("\n".join(["warpgroup products wait for each other:", *waits]))
+
     def check_spills(self, objects: list[Path]) -> None:
         """Stop if a kernel spills registers: it would run, at a fraction of its speed."""
         spills = [spill for path in objects for spill in find_spills(path.with_suffix(".log").read_text())]
@@ -174,6 +185,7 @@ class CudaLibrary:
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(self.compile, sorted(ROOT.glob("cuda/*.cu"))))
         self.check_spills(objects)
+        self.check_waits(objects)
         inputs = [*objects, *c_objects]
         if target.exists() and target.stat().st_mtime > newest(inputs):
             return
