@@ -43,12 +43,23 @@ test: $(INSTALLED) ## run the Python tests; ARGS="-k name"
 c-test: ## run the C tests under the address and undefined-behaviour sanitizers
 	$(MAKE) --no-print-directory -j "$$(nproc)" -C tests/c check
 
+.PHONY: cuda-test
+cuda-test: ## on a GPU: check the kernels one by one, then the Python tests on "cuda"
+	$(MAKE) --no-print-directory -j "$$(nproc)" -C tests/cuda all
+	$(MAKE) --no-print-directory -C tests/cuda check
+	$(MAKE) --no-print-directory test ARGS="-k cuda $(ARGS)"
+
+.PHONY: sanitize
+sanitize: ## on a GPU: a small part of the kernel checks under compute-sanitizer
+	$(MAKE) --no-print-directory -j "$$(nproc)" -C tests/cuda all
+	$(MAKE) --no-print-directory -C tests/cuda sanitize
+
 .PHONY: lint
 lint: $(INSTALLED) ## ruff, mypy, stubtest and the check of the C formatting
 	$(BIN)/ruff check $(PY_FILES)
 	$(BIN)/ruff format --check $(PY_FILES)
 	$(BIN)/mypy
-	$(BIN)/stubtest hybridkv._core --ignore-disjoint-bases
+	$(BIN)/stubtest hybridkv._core --ignore-disjoint-bases --mypy-config-file pyproject.toml
 	$(BIN)/clang-format --dry-run --Werror $(C_FILES)
 
 .PHONY: format
