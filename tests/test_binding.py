@@ -227,9 +227,10 @@ def test_a_device_that_is_not_there_says_what_is_missing(make_cache: MakeCache, 
     if not reason:
         pytest.skip("there is a CUDA device")
     name = "cuda:0" if device == "cuda" else device
-    with pytest.raises(hybridkv.NoDeviceError, match=rf"device: '{name}': .*CUDA") as caught:
+    with pytest.raises(hybridkv.NoDeviceError, match=f"device: '{name}': ") as caught:
         make_cache(device=device)
     assert caught.value.argument == "device"
+    assert reason in str(caught.value)
 
 
 # ---------------------------------------------------------------------------------------------------- handles and steps
