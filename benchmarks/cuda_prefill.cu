@@ -34,29 +34,6 @@ const Shape shapes[] = {
     {"2K over 30K, INT8, D 96", 1, 30720, 2048, 96, 8, HKV_BF16},
 };
 
-hkv::PrefillParams prefill_params(const Case &c, int copy)
-{
-    const hkv::DecodeParams d = c.params(copy);
-    hkv::PrefillParams p = {};
-    p.layer = d.layer;
-    p.plan = d.plan;
-    p.block_table = d.block_table;
-    p.block_table_stride = d.block_table_stride;
-    p.page_n_tokens = d.page_n_tokens;
-    p.tokens = d.tokens;
-    p.q = d.q;
-    p.out = d.out;
-    p.q_stride_token = d.q_stride_token;
-    p.q_stride_head = d.q_stride_head;
-    p.out_stride_token = d.out_stride_token;
-    p.out_stride_head = d.out_stride_head;
-    p.scale = d.scale;
-    p.group = d.group;
-    p.n_rows = c.spec().n_rows();
-    p.n_new_tokens = c.spec().n_tokens();
-    return p;
-}
-
 double time_shape(const Shape &shape)
 {
     Spec s;
@@ -71,8 +48,8 @@ double time_shape(const Shape &shape)
         hkv::prefill_workspace_bytes(c.format(), s.n_kv_heads, s.group, s.n_rows(), s.n_tokens()));
     workspace.fill(0);
     return time_graph(8, [&](int i, cudaStream_t stream) {
-        hkv::PrefillParams p = prefill_params(c, i % s.copies);
-        p.workspace = workspace.get();
+        hkv::PrefillParams p = hkv::prefill_of(c.params(i % s.copies), s.n_rows(), s.n_tokens(), workspace.get());
+        p.lse = nullptr;
         CHECK_CUDA(hkv::launch_prefill(p, stream));
     });
 }

@@ -538,33 +538,6 @@ hkv_status clear_told(const hkv_group *g, const CudaGroup *c, const hkv_batch *b
     return check(cudaMemsetAsync(w.told, 0, 2 * n_words * sizeof(uint32_t), stream), "clear masks", error);
 }
 
-PrefillParams prefill_params(const hkv_group *g, const CudaGroup *c, const hkv_batch *batch, const DecodeParams &d)
-{
-    PrefillParams p = {};
-    p.layer = d.layer;
-    p.plan = d.plan;
-    p.block_table = d.block_table;
-    p.block_table_stride = d.block_table_stride;
-    p.page_n_tokens = d.page_n_tokens;
-    p.tokens = d.tokens;
-    p.q = d.q;
-    p.out = d.out;
-    p.q_stride_token = d.q_stride_token;
-    p.q_stride_head = d.q_stride_head;
-    p.out_stride_token = d.out_stride_token;
-    p.out_stride_head = d.out_stride_head;
-    p.sink_logits = d.sink_logits;
-    p.lse = d.lse;
-    p.scale = d.scale;
-    p.soft_cap = d.soft_cap;
-    p.group = d.group;
-    p.window_tokens = g->window_tokens;
-    p.n_rows = batch->n_rows;
-    p.n_new_tokens = batch->n_new_tokens;
-    p.workspace = c->workspace.prefill;
-    return p;
-}
-
 /* What the host knows of a step's rows: whether some may be decoded, and some prefilled. */
 bool may_decode(const hkv_batch *batch)
 {
@@ -596,7 +569,8 @@ hkv_status attend(hkv_group *group, const hkv_batch *batch, int32_t layer_idx, c
     if (c->shape->progressive && args->mass) HKV_TRY(clear_told(group, c, batch, &decode, s, error));
     if (may_decode(batch)) HKV_TRY(check(launch_decode(*c->shape, decode, s), "launch decode", error));
     if (may_prefill(batch))
-        HKV_TRY(check(launch_prefill(prefill_params(group, c, batch, decode), s), "launch prefill", error));
+        HKV_TRY(check(launch_prefill(prefill_of(decode, batch->n_rows, batch->n_new_tokens, c->workspace.prefill), s),
+                      "launch prefill", error));
     if (!args->mass) return HKV_OK;
     return check(launch_mass({decode, batch->n_rows, args->mass, args->mass_stride}, s), "launch masses", error);
 }

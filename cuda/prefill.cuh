@@ -4,7 +4,7 @@
 #ifndef HKV_CUDA_PREFILL_CUH
 #define HKV_CUDA_PREFILL_CUH
 
-#include "record.cuh"
+#include "decode.cuh"
 
 namespace hkv
 {
@@ -33,6 +33,34 @@ struct PrefillParams {
     int32_t n_rows, n_new_tokens; /* of the batch; the grid depends on nothing else */
     void *workspace;              /* prefill_workspace_bytes */
 };
+
+/* The prefilled rows of the step whose decode rows these parameters are for. */
+inline PrefillParams prefill_of(const DecodeParams &d, int32_t n_rows, int32_t n_new_tokens, void *workspace)
+{
+    PrefillParams p = {};
+    p.layer = d.layer;
+    p.plan = d.plan;
+    p.block_table = d.block_table;
+    p.block_table_stride = d.block_table_stride;
+    p.page_n_tokens = d.page_n_tokens;
+    p.tokens = d.tokens;
+    p.q = d.q;
+    p.out = d.out;
+    p.q_stride_token = d.q_stride_token;
+    p.q_stride_head = d.q_stride_head;
+    p.out_stride_token = d.out_stride_token;
+    p.out_stride_head = d.out_stride_head;
+    p.sink_logits = d.sink_logits;
+    p.lse = d.lse;
+    p.scale = d.scale;
+    p.soft_cap = d.soft_cap;
+    p.group = d.group;
+    p.window_tokens = d.window_tokens;
+    p.n_rows = n_rows;
+    p.n_new_tokens = n_new_tokens;
+    p.workspace = workspace;
+    return p;
+}
 
 /* Bytes of partial results for steps of at most these sizes. */
 size_t prefill_workspace_bytes(const hkv_format &format, int n_kv_heads, int group, int n_rows, int n_new_tokens);

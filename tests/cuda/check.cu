@@ -17,15 +17,6 @@ extern "C" void hkv_elements_from_f32(hkv_dtype dtype, const float *src, int64_t
 namespace
 {
 
-int n_failed = 0;
-
-void report(bool ok, const std::string &what)
-{
-    std::printf("%s %s\n", ok ? "ok  " : "FAIL", what.c_str());
-    std::fflush(stdout);
-    n_failed += !ok;
-}
-
 /* ----------------------------------------------------------------------------------------------------------------
  * records */
 

@@ -15,15 +15,6 @@ using namespace harness;
 namespace
 {
 
-int n_failed = 0;
-
-void report(bool ok, const std::string &what)
-{
-    std::printf("%s %s\n", ok ? "ok  " : "FAIL", what.c_str());
-    std::fflush(stdout);
-    n_failed += !ok;
-}
-
 constexpr int kGuard = 64, kPad = 24;    /* elements around all outputs, and behind each token's */
 constexpr uint16_t kUntouched = 0x7eadu; /* a NaN in both dtypes that no kernel writes */
 
@@ -91,25 +82,7 @@ class Outputs
 
 hkv::PrefillParams prefill_params(const Case &c)
 {
-    const hkv::DecodeParams d = c.params();
-    hkv::PrefillParams p = {};
-    p.layer = d.layer;
-    p.plan = d.plan;
-    p.block_table = d.block_table;
-    p.block_table_stride = d.block_table_stride;
-    p.page_n_tokens = d.page_n_tokens;
-    p.tokens = d.tokens;
-    p.q = d.q;
-    p.q_stride_token = d.q_stride_token;
-    p.q_stride_head = d.q_stride_head;
-    p.sink_logits = d.sink_logits;
-    p.scale = d.scale;
-    p.soft_cap = d.soft_cap;
-    p.group = d.group;
-    p.window_tokens = d.window_tokens;
-    p.n_rows = c.spec().n_rows();
-    p.n_new_tokens = c.spec().n_tokens();
-    return p;
+    return hkv::prefill_of(c.params(), c.spec().n_rows(), c.spec().n_tokens(), nullptr);
 }
 
 /* Launch into fresh outputs. */

@@ -13,15 +13,6 @@ using namespace harness;
 namespace
 {
 
-int n_failed = 0;
-
-void report(bool ok, const std::string &what)
-{
-    std::printf("%s %s\n", ok ? "ok  " : "FAIL", what.c_str());
-    std::fflush(stdout);
-    n_failed += !ok;
-}
-
 template <typename T> std::vector<T> from_device(const T *p, size_t n)
 {
     std::vector<T> copy(n);

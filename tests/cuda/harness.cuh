@@ -27,6 +27,16 @@
 namespace harness
 {
 
+inline int n_failed = 0;
+
+/* A line a case. */
+inline void report(bool ok, const std::string &what)
+{
+    std::printf("%s %s\n", ok ? "ok  " : "FAIL", what.c_str());
+    std::fflush(stdout);
+    n_failed += !ok;
+}
+
 /* ---------------------------------------------------------------------------------------------------- device memory */
 
 /* Freed memory stays with the process: mapping gigabytes again takes longer than most of what is tested. */
