@@ -115,12 +115,13 @@ class _Forward:
     step: hybridkv.Step
     n_rows: int
     n_columns: int
-    held: torch.Tensor | None  # [n_rows, n_columns] True where a column is a token; None = everywhere
+    held: torch.Tensor | None = None  # [n_rows, n_columns] on the host, True = a token; None = everywhere
+    device: torch.device | None = None  # of keys and values; of no use where everything is held
     attended: set[int] = dataclasses.field(default_factory=set)
 
     def __post_init__(self) -> None:
         # [N] flat column of every token
-        self._token_idx = None if self.held is None else self.held.flatten().nonzero().flatten()
+        self._token_idx = None if self.held is None else self.held.flatten().nonzero().flatten().to(self.device)
 
     def pack(self, x: torch.Tensor) -> torch.Tensor:
         """[B, H, q, D] -> [N, H, D]; a view where one is possible."""
@@ -378,12 +379,8 @@ class HybridCache(Cache):
         """Open a forward pass whose first layer brings `key` ``[B, Hkv, q, D]``; `held` as in `_Forward`."""
         core = self._ensure_core(key)
         self._ensure_rows(core, key.shape[0])
-        return self._open(core, key.shape[2], held)
-
-    def _open(self, core: hybridkv.Cache, n_columns: int, held: torch.Tensor | None) -> _Forward:
-        n_rows = len(self._rows)
-        counts = [n_columns] * n_rows if held is None else held.sum(1).tolist()
-        self._forward = _Forward(core.step(self._rows, counts), n_rows, n_columns, held)
+        counts = [key.shape[2]] * len(self._rows) if held is None else held.sum(1).tolist()
+        self._forward = _Forward(core.step(self._rows, counts), len(self._rows), key.shape[2], held, key.device)
         return self._forward
 
     def _close(self, forward: _Forward) -> None:
@@ -427,7 +424,9 @@ class HybridCache(Cache):
             If the new tokens do not fit; nothing changed.
         """
         self._rollback()
-        self._open(self._require_core(), n_columns, None)
+        n_rows = len(self._rows)
+        step = self._require_core().step(self._rows, [n_columns] * n_rows)
+        self._forward = _Forward(step, n_rows, n_columns)
 
     def replay_pass(self, graph: Any) -> None:
         """A forward pass of one token for every row, by launching a graph that was captured after `begin_pass`.

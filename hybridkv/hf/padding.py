@@ -13,6 +13,8 @@ from .masks import require_padding_mask
 class Padding:
     """Columns of a batch, and which of them are tokens.
 
+    All of it is on the host: it follows every forward pass, also one whose launches a CUDA graph captures.
+
     Attributes
     ----------
     n_rows, n_columns : int
@@ -40,14 +42,14 @@ class Padding:
         Parameters
         ----------
         mask : torch.Tensor or None
-            ``[n_rows, n_columns + n_new]`` booleans; None if no column is padding.
+            ``[n_rows, n_columns + n_new]`` booleans, on any device; None if no column is padding.
         n_rows, n_new : int
             Rows, and the columns that a forward pass adds.
 
         Returns
         -------
         torch.Tensor or None
-            ``[n_rows, n_new]``, None if all are tokens.
+            ``[n_rows, n_new]`` on the host, None if all are tokens.
 
         Raises
         ------
@@ -73,8 +75,8 @@ class Padding:
                 f"{self.n_columns} columns of {n_rows} rows are cached and {n_new} are new, so its shape must be "
                 f"{list(wanted)}, got {list(mask.shape)}",
             )
-        old, new = mask[:, : self.n_columns], mask[:, self.n_columns :]
-        unchanged = bool(old.all()) if self.held is None else torch.equal(old, self.held.to(old.device))
+        old, new = mask.cpu().split([self.n_columns, n_new], dim=1)
+        unchanged = bool(old.all()) if self.held is None else torch.equal(old, self.held)
         if not unchanged:
             raise made(
                 ArgumentError,
@@ -87,12 +89,8 @@ class Padding:
     def append(self, new: torch.Tensor | None, n_new: int) -> None:
         """Add columns; `new` as `split_mask` returned it."""
         if new is not None or self.held is not None:
-            device = (new if new is not None else self.held).device  # type: ignore[union-attr]
-            parts = [
-                _all_tokens(self.n_rows, n, device) if part is None else part.to(device)
-                for part, n in ((self.held, self.n_columns), (new, n_new))
-            ]
-            self.held = torch.cat(parts, dim=1)
+            parts = ((self.held, self.n_columns), (new, n_new))
+            self.held = torch.cat([self._all_tokens(n) if part is None else part for part, n in parts], dim=1)
         self.n_columns += n_new
 
     def crop(self, n_removed: int) -> None:
@@ -108,6 +106,5 @@ class Padding:
     def _set_held(self, held: torch.Tensor | None) -> None:
         self.held = None if held is None or bool(held.all()) else held
 
-
-def _all_tokens(n_rows: int, n_columns: int, device: torch.device) -> torch.Tensor:
-    return torch.ones(n_rows, n_columns, dtype=torch.bool, device=device)
+    def _all_tokens(self, n_columns: int) -> torch.Tensor:
+        return torch.ones(self.n_rows, n_columns, dtype=torch.bool)
