@@ -6,6 +6,7 @@ Environment:
     HYBRIDKV_CUDA=0              build for the CPU alone, also where nvcc is found
     HYBRIDKV_CUDA_ARCHS=LIST     GPUs to build for, oldest first, for example 90a or 80;90a; the default is all that are
                                  tuned, as far as nvcc knows them
+    HYBRIDKV_CUDA_DEBUG=1        let a CUDA graph stop with an error when the cache that it works on is gone
     HYBRIDKV_CUDA_SPILLS=1       go on where kernels spill registers, which otherwise stops the build
     CUDA_HOME=DIRECTORY          where the CUDA toolkit is; else /usr/local/cuda or the nvcc on PATH
 """
@@ -133,8 +134,9 @@ class CudaLibrary:
     def __init__(self, nvcc: Path, work: Path) -> None:
         archs = cuda_archs(nvcc)
         self.nvcc = nvcc
-        self.work = work / f"cuda-{'-'.join(archs)}"
-        self.args = [*CUDA_ARGS, *arch_args(archs), f"--threads={len(archs)}"]
+        debug = os.environ.get("HYBRIDKV_CUDA_DEBUG") == "1"
+        self.work = work / f"cuda-{'-'.join(archs)}{'-debug' if debug else ''}"
+        self.args = [*CUDA_ARGS, *arch_args(archs), f"--threads={len(archs)}", *(["-DHKV_DEBUG"] if debug else [])]
         host_args = [*CUDA_HOST_ARGS, *(["-Wall", "-Wextra", "-Werror"] if wants_werror() else [])]
         self.args.append(f"-Xcompiler={','.join(host_args)}")
         self.headers = [*ROOT.glob("cuda/*.cuh"), *ROOT.glob("csrc/*.h"), ROOT / "setup.py"]

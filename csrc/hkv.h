@@ -278,7 +278,7 @@ hkv_status hkv_store_page_bytes(const hkv_config *config, int32_t head_dim, hkv_
 hkv_status hkv_store_required_bytes(const hkv_store_options *options, size_t *n_bytes, hkv_error *error);
 
 hkv_status hkv_store_create(const hkv_store_options *options, hkv_store **store, hkv_error *error);
-void hkv_store_destroy(hkv_store *store);
+void hkv_store_destroy(hkv_store *store); /* captured graphs: as hkv_cache_destroy says */
 
 /* Tell where a layer's pages are: the record of block b and KV head h is at base + b * block_stride_bytes +
  * h * head_stride_bytes. base is 16-byte aligned, both strides multiples of 16, and the memory outlives the store.
@@ -354,6 +354,8 @@ typedef struct hkv_cache_options {
 } hkv_cache_options;
 
 hkv_status hkv_cache_create(const hkv_cache_options *options, hkv_cache **cache, hkv_error *error);
+/* A CUDA graph that holds attends of the cache must not be launched any more: it would work on freed memory. A backend
+ * that was built with HYBRIDKV_CUDA_DEBUG=1 traps then. */
 void hkv_cache_destroy(hkv_cache *cache);
 
 /* Start a sequence. token_ids [n_tokens] (>= 0, may be NULL with n_tokens 0) are the tokens that the caller means to

@@ -71,6 +71,7 @@ struct CudaGroup {
     DecodeShape shapes[2][2]; /* [progressive][wide] */
     Workspace workspace;
     int max_chunks;
+    Lifetime lifetime;
     Refusal *refusal, *refusal_on_device;
     UploadRing uploads;
     /* of the open step */
@@ -276,6 +277,7 @@ void deinit_group(hkv_group *group, const hkv_allocator *host)
     CudaGroup *c = state_of(group);
     const DeviceScope scope(c->device);
     (void)cudaDeviceSynchronize();
+    (void)c->lifetime.end();
     for (int i = 0; i < c->uploads.n_events; i++) (void)cudaEventDestroy(c->uploads.done[i]);
     if (c->uploads.buffers) (void)cudaFreeHost(c->uploads.buffers);
     if (c->refusal) (void)cudaFreeHost(c->refusal);
@@ -310,6 +312,7 @@ hkv_status start_group(hkv_group *group, CudaGroup *c, hkv_error *error)
     memset(c->refusal, 0, sizeof *c->refusal);
     HKV_TRY(check(cudaHostGetDevicePointer(reinterpret_cast<void **>(&c->refusal_on_device), c->refusal, 0),
                   "map host memory", error));
+    HKV_TRY(check(c->lifetime.begin(), "allocate device memory", error));
     return start_uploads(&c->uploads, error);
 }
 
@@ -439,6 +442,7 @@ LayerView layer_view(const hkv_group *g, int32_t layer_idx)
     view.n_kv_heads = g->n_kv_heads;
     view.n_blocks = g->n_blocks;
     view.n_hot_pages = g->n_hot_pages;
+    view.lifetime = state_of(g)->lifetime;
     return view;
 }
 

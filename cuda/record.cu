@@ -582,6 +582,7 @@ template <int kDtype> __global__ void __launch_bounds__(kThreads, 2) append_kern
     extern __shared__ __align__(16) uint8_t memory[];
     wait_for_predecessor();
     let_successor_start();
+    a.layer.lifetime.require();
     /* Both at once; what lies beyond the step's segments is not used. */
     const int n_segments = *a.plan.n_segments, n_victims = *a.plan.n_victims, head = blockIdx.y;
     const bool is_entangled = a.plan.segments[blockIdx.x].is_entangled;

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../csrc/backend.h"
+#include "lifetime.cuh"
 
 namespace hkv
 {
@@ -16,6 +17,7 @@ struct LayerView {
     uint8_t *hot; /* [n_hot_pages, n_kv_heads, row_page_bytes] of this layer */
     int n_kv_heads;
     int n_blocks, n_hot_pages;
+    Lifetime lifetime; /* of its cache or store */
 
     __host__ __device__ uint8_t *record(int block, int head) const
     {

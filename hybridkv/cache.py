@@ -246,7 +246,8 @@ class Step:
         step too is to be replayed. The graph serves every later step, of whatever sequences, that has at most as many
         sequences and new tokens, and at most as many new tokens in one sequence. Its tensors keep their addresses; the
         first `num_tokens` entries of the outputs are those of the step. While a stream is captured no cache may be
-        closed or deleted: that frees device memory, which spoils the capture. The graph must not outlive the cache.
+        closed or deleted: that frees device memory, which spoils the capture. The graph must not outlive the cache: it
+        would work on freed memory (a backend built with ``HYBRIDKV_CUDA_DEBUG=1`` traps).
 
         Parameters
         ----------

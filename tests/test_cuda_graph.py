@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from devices import attend
-from gpu import MEMORY, capture, host_of, needs_device, place, shared
+from gpu import MEMORY, capture, host_of, needs_device, needs_gpu, place, shared
 from reference import KvTable, relative_error
 
 import hybridkv
@@ -317,3 +319,34 @@ def test_attached_steps_replay(bits: int) -> None:
         if clock % 50 == 0 and bits:
             pair.check_pages([block for row in rows if row for block in row[1][: len(row[0]) // BLOCK]])
     assert pair.graph is not None
+
+
+ORPHAN = """
+import torch
+import hybridkv
+
+cache = hybridkv.Cache(num_layers=1, num_kv_heads=2, head_dim=64, dtype="bfloat16", device="cuda:0", max_tokens=256)
+q, k, v = (torch.zeros(1, n_heads, 64, dtype=torch.bfloat16, device="cuda") for n_heads in (8, 2, 2))
+out, graph = torch.empty_like(q), torch.cuda.CUDAGraph()
+with cache.step([cache.add_sequence()], [1]) as step:
+    with torch.cuda.graph(graph):
+        step.attend(0, q, k, v, out=out)
+    step.replay(graph)
+torch.cuda.synchronize()
+cache.close()
+print("replaying")
+graph.replay()
+torch.cuda.synchronize()
+print("not noticed")
+"""
+
+
+@needs_gpu
+@pytest.mark.skipif(
+    os.environ.get("HYBRIDKV_CUDA_DEBUG") != "1",
+    reason="needs a backend built and tests run with HYBRIDKV_CUDA_DEBUG=1",
+)
+def test_a_graph_that_outlives_its_cache_traps() -> None:
+    run = subprocess.run([sys.executable, "-c", ORPHAN], capture_output=True, text=True, check=False)
+    assert run.stdout == "replaying\n", run.stderr
+    assert run.returncode != 0
