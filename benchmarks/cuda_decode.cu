@@ -170,40 +170,78 @@ void progressive_row(const std::string &name, Spec s, double skipped, double ref
 
 /* --------------------------------------------------------------------------------------------------- append, begin */
 
-void append_rows()
-{
-    if (!is_wanted("append")) return;
-    Spec s = uniform(32, 8192 + 31, 8); /* 63 tokens in the last block */
-    s.copies = 8;
-    Case c(s);
-    for (bool seal : {false, true}) {
-        std::vector<hkv_segment> segments;
+/* A plan whose segments add one token to every row of a case, at this offset of the last block; one at its end seals.
+ */
+struct AppendPlan {
+    AppendPlan(const Case &c, int offset) : segments(make_segments(c, offset)), counts(make_counts(c))
+    {
+        plan.is_appended = counts.get() + 2;
+        plan.segments = segments.get();
+        plan.n_segments = counts.get();
+        plan.n_victims = counts.get() + 1;
+    }
+    static std::vector<hkv_segment> make_segments(const Case &c, int offset)
+    {
+        const Spec &s = c.spec();
+        std::vector<hkv_segment> all;
         for (int r = 0; r < s.n_rows(); r++) {
             hkv_segment g = {};
             g.row = r;
             g.first_token = r;
             g.n_tokens = 1;
-            g.offset = seal ? 63 : 31;
-            g.seal = seal;
+            g.offset = offset;
+            g.seal = offset == hkv::kBlockTokens - 1;
             g.stamp = 5;
             g.restore_page = -1;
-            g.page = c.page_of(r, 128);
+            g.page = c.page_of(r, s.older[r] / hkv::kBlockTokens);
             g.block = r + 1;
-            segments.push_back(g);
+            all.push_back(g);
         }
-        DeviceArray<hkv_segment> device(segments);
-        DeviceArray<int32_t> counts(std::vector<int32_t>{int32_t(segments.size()), 0, 0});
-        hkv_plan plan = {};
-        plan.is_appended = counts.get() + 2;
-        plan.segments = device.get();
-        plan.n_segments = counts.get();
-        plan.n_victims = counts.get() + 1;
-        const hkv::DecodeParams p = c.params();
-        const double us = time_graph(64, [&](int i, cudaStream_t stream) {
-            CHECK_CUDA(hkv::launch_append(c.layer(i % s.copies), plan, 32, p.tokens, nullptr, stream));
-        });
+        return all;
+    }
+    static std::vector<int32_t> make_counts(const Case &c)
+    {
+        return {c.spec().n_rows(), 0, 0};
+    }
+    void launch(const Case &c, int copy, cudaStream_t stream) const
+    {
+        CHECK_CUDA(hkv::launch_append(c.layer(copy), plan, c.spec().n_rows(), c.params().tokens, nullptr, stream));
+    }
+
+    hkv_plan plan = {};
+    DeviceArray<hkv_segment> segments;
+    DeviceArray<int32_t> counts;
+};
+
+void append_rows()
+{
+    if (!is_wanted("append")) return;
+    Spec s = uniform(32, 8192 + 31, 8);
+    s.copies = 8;
+    Case c(s);
+    for (bool seal : {false, true}) {
+        const AppendPlan append(c, seal ? 63 : 31);
+        const double us = time_graph(64, [&](int i, cudaStream_t stream) { append.launch(c, i % s.copies, stream); });
         add_row({seal ? "append B32, all rows seal" : "append B32", us, seal ? 6.0 : 3.0, seal ? 4.0 : 2.0, 0, -1, ""});
     }
+}
+
+/* What a layer of a model launches: append, then decode. */
+void attend_row(const std::string &name, Spec s)
+{
+    if (!is_wanted(name)) return;
+    s.copies = copies_for(s);
+    Case c(s);
+    c.base_params().counters = nullptr;
+    const AppendPlan append(c, s.older[0] % hkv::kBlockTokens);
+    const double us =
+        time_graph(s.copies * std::max(1, (20 + s.copies - 1) / s.copies), [&](int i, cudaStream_t stream) {
+            append.launch(c, i % s.copies, stream);
+            c.launch(i % s.copies, stream);
+        });
+    char note[64];
+    std::snprintf(note, sizeof note, "decode alone %.2f us", time_decode(c));
+    add_row({name, us, 0, 0, c.bytes(), -1, note});
 }
 
 /* Decode steps of rows that all go on in a hot block. A step that no layer carries out is undone by the next one, so
@@ -313,6 +351,8 @@ int main(int argc, char **argv)
     progressive_row("progressive B1x128K 90/3", uniform(1, 131072, 8), 0.90, 0.03, 36, 26);
     progressive_row("progressive B1x128K 0/0", uniform(1, 131072, 8), 0.0, 0.0, 0, 0);
     append_rows();
+    attend_row("append + decode, INT8 B32x8K", uniform(32, 8192, 8));
+    attend_row("append + decode, INT8 B1x4K", uniform(1, 4096, 8));
     begin_row("begin B32x8K", 32, 8192 + 33, 10, 5);
     begin_row("begin B1x128K", 1, 131072 + 33, 0, 0);
     begin_row("begin B256x8K", 256, 8192 + 33, 0, 0);

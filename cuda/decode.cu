@@ -78,7 +78,7 @@ struct Producer {
     int n_items = 0; /* of this chunk so far */
     bool waited = false;
 
-    /* Tables of the plan, old records: fine before the wait. Pages and records of this step: not. */
+    /* The predecessor, append, writes pages and records of this step; all else is there before the wait. */
     __device__ __forceinline__ void wait_once()
     {
         if (!waited) wait_for_predecessor();
@@ -223,6 +223,7 @@ template <typename S> struct Consumer : Unit<S, kConsumers> {
             else if (item.kind == kItemRows)
                 add_page_rows(item, stage);
             is_last = item.is_last;
+            let_successor_start(); /* not earlier: its blocks take places that those of this launch should have */
             __syncwarp();
             barrier_arrive(shared_address(&control.empty[cursor.stage]));
         }
@@ -233,8 +234,6 @@ template <typename S> struct Consumer : Unit<S, kConsumers> {
         cursor.advance(this->warp, p.n_stages);
         chunk = p.schedule.chunks + min(static_cast<int>(blockIdx.x), n_chunks);
         asm volatile("prefetch.global.L1 [%0];" ::"l"(chunk));
-        wait_for_predecessor();
-        let_successor_start();
         for (int i = blockIdx.x; i < n_chunks; i += gridDim.x) {
             chunk = p.schedule.chunks + i;
             acc.clear();
@@ -249,6 +248,7 @@ template <typename S> struct Consumer : Unit<S, kConsumers> {
                 __syncwarp();
             }
             read_items();
+            wait_for_predecessor(); /* long over; what it may still use is written from here on */
             this->report();
             this->finish_chunk();
         }

@@ -204,7 +204,8 @@ __device__ __forceinline__ void fence_barrier_init()
 /* ----------------------------------------------------------------------------------------------- dependent launches */
 
 /* Rule of this library: a kernel lets its successor start only after its own wait. Before its wait a kernel may
- * therefore read what the kernel before its predecessor wrote, and nothing newer. */
+ * therefore read what the kernel before its predecessor wrote, and nothing newer. Decode alone starts its successor
+ * earlier: what follows it (another layer's append, begin, prefill, masses) waits before it does anything. */
 __device__ __forceinline__ void wait_for_predecessor()
 {
 #if HKV_HAS_BULK
