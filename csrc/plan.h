@@ -905,6 +905,7 @@ HKV_INLINE void hkv_plan_release_pages(const hkv_plan_job *job, const hkv_team *
         if (dir->page_role[p] & HKV_PAGE_USED) dir->page_last_use[p] = step;
         if (dir->page_role[p] & HKV_PAGE_FREED) hkv_plan_detach(job, p);
     }
+    hkv_team_sync(team); /* a freed page may be claimed */
     HKV_FOR(i, n_claims, team) hkv_plan_detach(job, plan->segments[plan->claims[i]].page);
 }
 
@@ -1021,9 +1022,7 @@ HKV_INLINE int32_t hkv_plan_read_batch(const hkv_plan_job *job, const hkv_team *
     return !hkv_plan_failed(team);
 }
 
-/* Plan a step. All lanes of the team call it with the same job; afterwards plan.failure tells whether it was refused,
- * and then the directory is as before. */
-HKV_INLINE void hkv_plan_step(const hkv_plan_job *job, const hkv_team *team)
+HKV_INLINE void hkv_plan_run_phases(const hkv_plan_job *job, const hkv_team *team)
 {
     uint32_t step = hkv_plan_open(job, team), next_stamp = 0;
     int32_t n_claims = 0, n_evicted = 0;
@@ -1057,6 +1056,14 @@ HKV_INLINE void hkv_plan_step(const hkv_plan_job *job, const hkv_team *team)
     hkv_plan_tally_segments(job, team);
     hkv_team_sync(team);
     if (team->lane == 0) hkv_plan_count(job, team, n_claims, n_evicted);
+}
+
+/* Plan a step. All lanes of the team call it with the same job; afterwards all see the plan, plan.failure tells whether
+ * it was refused, and then the directory is as before. */
+HKV_INLINE void hkv_plan_step(const hkv_plan_job *job, const hkv_team *team)
+{
+    hkv_plan_run_phases(job, team);
+    hkv_team_sync(team);
 }
 
 #ifdef __cplusplus

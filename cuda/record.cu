@@ -239,16 +239,13 @@ __device__ bool make_params(float2 range, uint16_t *scale_of_record, GroupParams
 template <int kDtype> __device__ bool make_all_params(const hkv_format &f, const Staging &s, uint8_t *record)
 {
     const int i = threadIdx.x, j = i - f.stored_dim;
-    if (i < f.stored_dim) {
-        uint16_t *params = reinterpret_cast<uint16_t *>(record + f.k_params_offset) + hkv_k_param_index(i);
-        return make_params(key_range<kDtype>(f, s, i), params, s.k_params + i);
-    }
-    if (j < f.n_value_groups * kBlockTokens) {
-        uint16_t *params = reinterpret_cast<uint16_t *>(record + f.v_params_offset) +
-                           hkv_v_param_index(&f, j % kBlockTokens, j / kBlockTokens * HKV_VALUE_GROUP);
-        return make_params(s.v_range[j], params, s.v_params + j);
-    }
-    return false;
+    const bool is_key = i < f.stored_dim;
+    if (!is_key && j >= f.n_value_groups * kBlockTokens) return false;
+    const float2 range = is_key ? key_range<kDtype>(f, s, i) : s.v_range[j];
+    const int index =
+        is_key ? hkv_k_param_index(i) : hkv_v_param_index(&f, j % kBlockTokens, j / kBlockTokens * HKV_VALUE_GROUP);
+    uint16_t *params = reinterpret_cast<uint16_t *>(record + (is_key ? f.k_params_offset : f.v_params_offset)) + index;
+    return make_params(range, params, is_key ? s.k_params + i : s.v_params + j);
 }
 
 /* The same with care: a running step 1, the range of unchanged elements and of clamped ones. */
@@ -327,16 +324,17 @@ __device__ __forceinline__ uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t 
     return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
+__device__ __forceinline__ void push_word(uint4 &words, uint32_t word)
+{
+    words = make_uint4(words.y, words.z, words.w, word);
+}
+
 /* Words of four 16-channel steps of one tile (two where stored_dim % 64 = 32), a lane's part: from elements to planes.
  */
 template <int kDtype, bool kWithCare>
 __device__ void write_words(const hkv_format &f, const Staging &s, bool is_v, int tile, int step_group, int n_tokens,
                             uint8_t *record)
 {
-    uint8_t *high = record + (is_v ? f.v_high_offset : f.k_high_offset);
-    uint8_t *low = f.planes & (is_v ? HKV_PLANE_V_LOW : HKV_PLANE_K_LOW)
-                       ? record + (is_v ? f.v_low_offset : f.k_low_offset)
-                       : nullptr;
     const int lane = threadIdx.x % 32, column = 2 * (lane % 4), matrix = lane / 8;
     const int n_words = step_group * 64 + 64 <= f.stored_dim ? 4 : 2;
     /* Rows of the four 8 x 8 matrices: tokens. A's rows are K's tokens and V's channels. */
@@ -345,13 +343,15 @@ __device__ void write_words(const hkv_format &f, const Staging &s, bool is_v, in
     const uint32_t rows = shared_address(s.rows);
     const GroupParams *params =
         is_v ? s.v_params + step_group * 64 / HKV_VALUE_GROUP * kBlockTokens + tile * 16 : s.k_params + step_group * 64;
-    uint32_t high_words[4], low_words[4];
-#pragma unroll
-    for (int w = 0; w < 4; w++) {
-        if (w >= n_words) break;
-        high_words[w] = 0; /* padding holds code 8 */
-        low_words[w] = 0x88888888u;
-        if (step_group * 64 + w * 16 >= f.head_dim) continue;
+    uint4 high_words = make_uint4(0, 0, 0, 0), low_words = high_words; /* the last n_words of each */
+    /* Not unrolled: a warp comes here once, so fetching instructions would take longer than the work. */
+#pragma unroll 1
+    for (int w = 0; w < n_words; w++) {
+        if (step_group * 64 + w * 16 >= f.head_dim) { /* padding holds code 8 */
+            push_word(high_words, 0);
+            push_word(low_words, 0x88888888u);
+            continue;
+        }
         uint32_t a[4], code[4][2];
         const uint32_t address =
             rows + static_cast<uint32_t>(hkv_row_chunk_offset(&f, token_of_matrix, chunk_of_matrix + 2 * w));
@@ -375,17 +375,20 @@ __device__ void write_words(const hkv_format &f, const Staging &s, bool is_v, in
         }
         const uint32_t upper = pack_bytes(code[0][0], code[1][0], code[0][1], code[1][1]);
         const uint32_t lower = pack_bytes(code[2][0], code[3][0], code[2][1], code[3][1]);
-        high_words[w] = select_bits(0xF0F0F0F0u, upper, lower >> 4);
-        low_words[w] = select_bits(0xF0F0F0F0u, upper << 4, lower);
+        push_word(high_words, select_bits(0xF0F0F0F0u, upper, lower >> 4));
+        push_word(low_words, select_bits(0xF0F0F0F0u, upper << 4, lower));
     }
+    uint8_t *high = record + (is_v ? f.v_high_offset : f.k_high_offset);
+    uint8_t *low = f.planes & (is_v ? HKV_PLANE_V_LOW : HKV_PLANE_K_LOW)
+                       ? record + (is_v ? f.v_low_offset : f.k_low_offset)
+                       : nullptr;
     const size_t at = static_cast<size_t>(tile) * 8 * f.stored_dim + step_group * 512 + lane * 4 * n_words;
     if (n_words == 4) {
-        *reinterpret_cast<uint4 *>(high + at) = make_uint4(high_words[0], high_words[1], high_words[2], high_words[3]);
-        if (low)
-            *reinterpret_cast<uint4 *>(low + at) = make_uint4(low_words[0], low_words[1], low_words[2], low_words[3]);
+        *reinterpret_cast<uint4 *>(high + at) = high_words;
+        if (low) *reinterpret_cast<uint4 *>(low + at) = low_words;
     } else {
-        *reinterpret_cast<uint2 *>(high + at) = make_uint2(high_words[0], high_words[1]);
-        if (low) *reinterpret_cast<uint2 *>(low + at) = make_uint2(low_words[0], low_words[1]);
+        *reinterpret_cast<uint2 *>(high + at) = make_uint2(high_words.z, high_words.w);
+        if (low) *reinterpret_cast<uint2 *>(low + at) = make_uint2(low_words.z, low_words.w);
     }
 }
 
@@ -555,9 +558,21 @@ __device__ void write_open_header(uint8_t *record, const hkv_format &f, const hk
     header->n_valid_tokens = static_cast<uint16_t>(held < segment.offset ? held : segment.offset);
 }
 
+/* Before the wait: fetch what earlier steps left in the page of a segment that seals, if this step does nothing else to
+ * it. */
+__device__ bool stage_early(const Append &a, const hkv_segment &segment, int n_victims, int head,
+                            const Staging &staging)
+{
+    if (!segment.seal || segment.page < 0 || segment.n_restore > 0 || segment.is_entangled || n_victims > 0)
+        return false;
+    stage_page(a.layer.format, staging, a.layer.hot_page(segment.page, head), segment.offset);
+    return true;
+}
+
 /* Phases 3 and 4 of a segment. */
 template <int kDtype>
-__device__ void append_segment(const Append &a, const hkv_segment &segment, int head, const Staging &staging)
+__device__ void append_segment(const Append &a, const hkv_segment &segment, int head, const Staging &staging,
+                               bool is_staged)
 {
     const hkv_format &f = a.layer.format;
     const NewTokens &t = a.tokens;
@@ -571,7 +586,7 @@ __device__ void append_segment(const Append &a, const hkv_segment &segment, int 
         take_tokens(f, source, segment.offset, segment.n_tokens, rows, nullptr);
         return;
     }
-    if (rows) stage_page(f, staging, rows, segment.offset);
+    if (rows && !is_staged) stage_page(f, staging, rows, segment.offset);
     take_tokens(f, source, segment.offset, segment.n_tokens, rows, staging.rows);
     __pipeline_wait_prior(0);
     finish_record(a, record, segment.stamp, kBlockTokens, write_payload<kDtype>(f, staging, record));
@@ -580,21 +595,24 @@ __device__ void append_segment(const Append &a, const hkv_segment &segment, int 
 template <int kDtype> __global__ void __launch_bounds__(kThreads, 2) append_kernel(const __grid_constant__ Append a)
 {
     extern __shared__ __align__(16) uint8_t memory[];
+    const Staging staging(a.layer.format, memory);
+    a.layer.lifetime.require();
+    /* All at once; what lies beyond the step's segments is not used. */
+    const int n_segments = *a.plan.n_segments, n_victims = *a.plan.n_victims, head = blockIdx.y;
+    const hkv_segment own = a.plan.segments[blockIdx.x];
+    const bool is_entangled = own.is_entangled;
+    int first = blockIdx.x, end = min(first + 1, n_segments);
+    const bool is_staged =
+        first < n_segments && a.layer.format.bits != 0 && stage_early(a, own, n_victims, head, staging);
     wait_for_predecessor();
     let_successor_start();
-    a.layer.lifetime.require();
-    /* Both at once; what lies beyond the step's segments is not used. */
-    const int n_segments = *a.plan.n_segments, n_victims = *a.plan.n_victims, head = blockIdx.y;
-    const bool is_entangled = a.plan.segments[blockIdx.x].is_entangled;
-    int first = blockIdx.x, end = min(first + 1, n_segments);
     if (first >= n_segments) return;
     if (first == 0 && head == 0 && threadIdx.x == 0) *a.plan.is_appended = 1;
     if (is_entangled) end = first == 0 ? n_segments : first;
 
-    const Staging staging(a.layer.format, memory);
     for (int i = first; i < end; i++) prepare_segment<kDtype>(a, a.plan.segments[i], n_victims, head, staging);
     for (int i = first; i < end; i++) {
-        append_segment<kDtype>(a, a.plan.segments[i], head, staging);
+        append_segment<kDtype>(a, a.plan.segments[i], head, staging, is_staged);
         if (is_entangled) __syncthreads();
     }
 }
