@@ -92,11 +92,11 @@ SHAPES = (
         [8192] * 32,
         (Variant(8, 135, 132), Variant(6, 113, 104), Variant(4, 81, 73), Variant(0, 256, 245)),
     ),
-    Shape("B8x32K", [32768] * 8, (Variant(8, 138, 133), Variant(6), Variant(4), Variant(0))),
     Shape("B1x128K", [131072], (Variant(8, 73, 67), Variant(6), Variant(4, 46, 38), Variant(0))),
     Shape("B4x2K", [2048] * 4, (Variant(8, 12, 9.5), Variant(6), Variant(4), Variant(0))),
     Shape("B1x4K", [4096], (Variant(8, 8.5, 7), Variant(6), Variant(4), Variant(0))),
     Shape("1x64K + 31x4K", [65536] + [4096] * 31, (Variant(8, skewed_goal(1.15, 6), skewed_goal(1.05, 5)),)),
+    Shape("B8x32K", [32768] * 8, (Variant(8, 138, 133), Variant(6), Variant(4), Variant(0))),
 )
 
 
@@ -337,11 +337,15 @@ def works(bench: Bench) -> Iterator[tuple[str, Callable[[], None]]]:
     """Every work by its name."""
     for shape in SHAPES:
         yield shape.name, lambda shape=shape: measure_shape(bench, shape)  # type: ignore[misc]
+    if bench.has_hybrid:
+        yield from hybrid_works(bench)
     for n_cached, label in ((0, "0"), (30720, "30K")):
         work = f"prefill 2K over {label}"
         yield work, lambda work=work, n=n_cached: measure_prefill(bench, work, 2048, n)  # type: ignore[misc]
-    if not bench.has_hybrid:
-        return
+
+
+def hybrid_works(bench: Bench) -> Iterator[tuple[str, Callable[[], None]]]:
+    """What no peer does."""
     long, batch = [131072], [8192] * 32
     yield (
         "progressive B32x8K",
