@@ -46,6 +46,20 @@ HKV_AVX512_INLINE __m512 hkv_avx512_exp(__m512 x)
     return _mm512_maskz_scalef_ps(is_normal, p, n);
 }
 
+/* exp(x - reference) for the weights of a softmax, given reference * log2(e): relative error below 2e-7 and what the
+ * rounding of x * log2(e) makes of it; 0 below 2^-126 and for -inf, NaN for NaN. */
+HKV_AVX512_INLINE __m512 hkv_avx512_weight(__m512 x, __m512 reference_log2)
+{
+    __m512 y = _mm512_fmsub_ps(x, _mm512_set1_ps(1.44269504f), reference_log2);
+    __m512 r = _mm512_reduce_ps(y, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); /* y - floor(y) */
+    __m512 p = _mm512_fmadd_ps(_mm512_set1_ps(1.8775766e-3f), r, _mm512_set1_ps(8.9893406e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.5826318e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4015361e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9315308e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.9999994e-1f));
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(y, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ), p, y);
+}
+
 /* Natural logarithm of a normal x > 0, error below 2e-7 absolute or relative. */
 HKV_AVX512_INLINE __m512 hkv_avx512_log(__m512 x)
 {

@@ -3,9 +3,8 @@
  * Query rows are taken four at a time. Records go through cpu_avx512_records.h, at most CALL_RECORDS of them between
  * two merges into the caller's state; rows of pages and tensors through cpu_avx512_rows.h.
  *
- * Progressive reading first weighs the keys of a run of records at INT4 (survey), then decides and has what was decided
- * fetched, and reads that after the survey of the next run, when it has come. Weights are kept relative to the record's
- * own largest score, so that those of the survey serve where a record stays at INT4.
+ * Progressive reading first weighs the keys of all records at INT4 (survey), then decides and reads the rest. Weights
+ * are kept relative to the record's own largest score, so that those of the survey serve where a record stays at INT4.
  */
 #include "cpu_avx512_rows.h"
 
@@ -13,10 +12,11 @@
 
 enum {
     CALL_RECORDS = 64,
+    PLAIN_TOKENS = 64,    /* of the tuned block size */
     KEPT_WEIGHTS = 16384, /* floats of the survey's weights that are kept */
-    SURVEY_RUN = 16,
-    MAX_RUN = 8,                                                    /* records whose keys are weighed together */
-    AHEAD_BYTES = 10240,                                            /* about what is prefetched at a time */
+    SURVEY_AHEAD = 2,     /* records by which keys are prefetched in a survey */
+    MAX_RUN = 8,          /* records that are read in full and weighed together */
+    AHEAD_BYTES = 10240,  /* about what is prefetched at a time */
     RUN_WEIGHTS = MAX_RUN * HKV_BLOCK_ROWS * HKV_MAX_BLOCK_SIZE / 4 /* floats, for smaller blocks */
 };
 
@@ -80,17 +80,35 @@ HKV_AVX512_INLINE __m128 exp_rows(__m128 x)
     return _mm512_castps512_ps128(hkv_avx512_exp(_mm512_castps128_ps512(x)));
 }
 
-/* max + log(sum), -inf where the sum is 0. */
-HKV_AVX512_INLINE __m128 lse_rows(const row_sums *sums)
+/* The same of four records side by side. */
+typedef struct quad_sums {
+    __m512 max, sum;
+} quad_sums;
+
+/* parts[i .. i + 3]; the last of n stands for those that are not there. */
+HKV_AVX512_INLINE quad_sums quad_sums_at(const row_sums *parts, int32_t i, int32_t n)
 {
-    __m128 log_sum = _mm512_castps512_ps128(hkv_avx512_log(_mm512_castps128_ps512(sums->sum)));
-    __mmask8 is_empty = _mm_cmp_ps_mask(sums->sum, _mm_setzero_ps(), _CMP_EQ_OQ);
-    return _mm_mask_mov_ps(_mm_add_ps(sums->max, log_sum), is_empty, _mm_set1_ps(-INFINITY));
+    const row_sums *a = &parts[i], *b = &parts[i + 1 < n ? i + 1 : n - 1], *c = &parts[i + 2 < n ? i + 2 : n - 1],
+                   *d = &parts[i + 3 < n ? i + 3 : n - 1];
+    quad_sums quad = {
+        _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_set_m128(b->max, a->max)), _mm256_set_m128(d->max, c->max), 1),
+        _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_set_m128(b->sum, a->sum)), _mm256_set_m128(d->sum, c->sum),
+                           1)};
+    return quad;
+}
+
+/* max + log(sum), -inf where the sum is 0. */
+HKV_AVX512_INLINE __m512 quad_lse(const quad_sums quad)
+{
+    __mmask16 is_empty = _mm512_cmp_ps_mask(quad.sum, _mm512_setzero_ps(), _CMP_EQ_OQ);
+    return _mm512_mask_mov_ps(_mm512_add_ps(quad.max, hkv_avx512_log(quad.sum)), is_empty, _mm512_set1_ps(-INFINITY));
 }
 
 static void keep_lse(const row_block *rows, const row_sums *sums, float *source_lse)
 {
-    if (source_lse) _mm_mask_storeu_ps(source_lse + rows->first_row, lanes_of_rows(rows->n_rows), lse_rows(sums));
+    if (source_lse)
+        _mm_mask_storeu_ps(source_lse + rows->first_row, lanes_of_rows(rows->n_rows),
+                           _mm512_castps512_ps128(quad_lse(quad_sums_at(sums, 0, 1))));
 }
 
 HKV_AVX512_INLINE __mmask16 lanes_between(int32_t lo, int32_t hi)
@@ -147,6 +165,12 @@ HKV_AVX512_INLINE __m128 weights_make(int32_t n_rows, __m128 reference, int32_t 
 
 /* ---------------------------------------------------------------------------------------- record kernels, by shape */
 
+/* Steps are done in their order, which the compiler does not see. */
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
+
 static int32_t tiles_of(int32_t n_tokens)
 {
     return (n_tokens + HKV_TILE_TOKENS - 1) / HKV_TILE_TOKENS;
@@ -157,60 +181,153 @@ HKV_AVX512_INLINE void prefetch_bytes(const uint8_t *data, size_t n_bytes)
     for (size_t i = 0; i < n_bytes; i += 64) _mm_prefetch((const char *)(data + i), _MM_HINT_T0);
 }
 
-HKV_AVX512_INLINE void key_side_load(const hkv_record_shape shape, const row_block *rows, const uint8_t *record,
-                                     const uint8_t *ahead, hkv_key_side *side)
+/* Step 0, 1 or 2 of a record's key side; `ahead` is a record whose key parameters are fetched. */
+HKV_AVX512_INLINE void key_side_step(const hkv_record_shape shape, int32_t step, const row_block *rows,
+                                     const uint8_t *record, const uint8_t *ahead, hkv_key_work *work,
+                                     hkv_key_side *side)
 {
     const hkv_format *f = rows->query->format;
-    prefetch_bytes(ahead + f->k_params_offset, f->k_high_offset - f->k_params_offset);
-    hkv_key_side_make(shape, f, record, rows->q, rows->query->softmax_scale, side);
+    if (step == 0) {
+        prefetch_bytes(ahead + f->k_params_offset, f->k_high_offset - f->k_params_offset);
+        hkv_key_side_scale(shape, f, record, rows->q, work);
+    } else if (step == 1) {
+        hkv_key_side_measure(shape, rows->query->softmax_scale, work, side);
+    } else if (step == 2) {
+        hkv_key_side_fix(shape, work, side);
+    }
 }
 
-/* In place, scores of a record [n_rows, TP] to weights relative to the rows' largest ones. */
-HKV_AVX512_INLINE row_sums record_soften(const hkv_record_shape shape, const row_block *rows,
-                                         const hkv_cpu_source *source, float *scores)
+/* A block of the tuned size that every row sees all of, without a soft cap. */
+static int32_t source_is_plain(int32_t n_rows, const row_block *rows, const hkv_cpu_source *source)
+{
+    return source->n_tokens == PLAIN_TOKENS && rows->query->logits_soft_cap == 0.0f &&
+           rows->last[0] >= source->first_position + PLAIN_TOKENS - 1 &&
+           rows->first[n_rows - 1] <= source->first_position;
+}
+
+/* The rows' largest scores, their weights, and the sums of those, [n_rows] each, in steps 0, 1 and 2. */
+HKV_AVX512_INLINE __m128 plain_max(int32_t n_rows, size_t stride, const float *scores)
+{
+    __m512 max[HKV_BLOCK_ROWS];
+    for (int32_t i = 0; i < n_rows; i++) {
+        max[i] = _mm512_loadu_ps(scores + (size_t)i * stride);
+        for (int32_t t = 16; t < PLAIN_TOKENS; t += 16)
+            max[i] = _mm512_max_ps(max[i], _mm512_loadu_ps(scores + (size_t)i * stride + t));
+    }
+    return _mm_mask_mov_ps(_mm_set1_ps(-INFINITY), lanes_of_rows(n_rows), hkv_reduce_rows_max(n_rows, max));
+}
+
+HKV_AVX512_INLINE void plain_weights(int32_t n_rows, size_t stride, __m128 max, float *scores,
+                                     __m512 sum[HKV_BLOCK_ROWS])
+{
+    const __m512 reference = _mm512_castps128_ps512(_mm_mul_ps(max, _mm_set1_ps(1.44269504f)));
+    for (int32_t i = 0; i < n_rows; i++) {
+        const __m512 row_reference = _mm512_permutexvar_ps(_mm512_set1_epi32(i), reference);
+        sum[i] = _mm512_setzero_ps();
+        for (int32_t t = 0; t < PLAIN_TOKENS; t += 16) {
+            float *score = scores + (size_t)i * stride + t;
+            __m512 weight = hkv_avx512_weight(_mm512_loadu_ps(score), row_reference);
+            _mm512_storeu_ps(score, weight);
+            sum[i] = _mm512_add_ps(sum[i], weight);
+        }
+    }
+}
+
+/* In three steps and in place, scores of a record [n_rows, TP] to weights relative to the rows' largest ones. */
+HKV_AVX512_INLINE void soften_step(const hkv_record_shape shape, int32_t step, const row_block *rows,
+                                   const hkv_cpu_source *source, int32_t is_plain, float *scores,
+                                   __m512 sum[HKV_BLOCK_ROWS], row_sums *part)
 {
     const size_t stride = (size_t)rows->query->format->stored_tokens;
-    row_sums part;
-    part.max = scores_finish(shape.n_rows, rows, source->first_position, source->n_tokens, stride, scores);
-    part.sum = weights_make(shape.n_rows, part.max, source->n_tokens, stride, scores);
-    return part;
+    if (!is_plain) {
+        if (step != 0) return;
+        part->max = scores_finish(shape.n_rows, rows, source->first_position, source->n_tokens, stride, scores);
+        part->sum = weights_make(shape.n_rows, part->max, source->n_tokens, stride, scores);
+    } else if (step == 0) {
+        part->max = plain_max(shape.n_rows, stride, scores);
+    } else if (step == 1) {
+        plain_weights(shape.n_rows, stride, part->max, scores, sum);
+    } else if (step == 2) {
+        part->sum = _mm_maskz_mov_ps(lanes_of_rows(shape.n_rows), hkv_reduce_rows_add(shape.n_rows, sum));
+    }
 }
 
 /* Softmax weights of n records' tokens, relative to each record's own maximum: weights [n, HKV_BLOCK_ROWS, TP], parts
- * [n]. The next record's queries are made and the last one's scores softened beside the products of one record, so that
- * the processor finds independent work. ahead[s] is prefetched in step with record s. */
+ * [n]. Between the tiles of a record's products the next record's queries are made and the last one's scores softened,
+ * a step at a time, so that the processor finds independent work. ahead[s] is prefetched in step with record s. */
 HKV_AVX512_INLINE void records_weigh(const hkv_record_shape shape, const row_block *rows, const hkv_cpu_source *sources,
                                      int32_t n, const uint8_t *const *ahead, float *weights, row_sums *parts)
 {
     const hkv_format *f = rows->query->format;
     const size_t stride = HKV_BLOCK_ROWS * (size_t)f->stored_tokens;
+    hkv_key_work work;
     hkv_key_side sides[2];
-    key_side_load(shape, rows, sources[0].data, ahead[0], &sides[0]);
-    for (int32_t s = 0; s < n; s++) {
-        if (s + 1 < n) key_side_load(shape, rows, sources[s + 1].data, ahead[s + 1], &sides[(s + 1) & 1]);
-        hkv_record_dots(shape, f, sources[s].data, &sides[s & 1], tiles_of(sources[s].n_tokens), ahead[s],
-                        weights + (size_t)s * stride);
-        if (s > 0) parts[s - 1] = record_soften(shape, rows, &sources[s - 1], weights + (size_t)(s - 1) * stride);
+    __m512 sum[HKV_BLOCK_ROWS];
+    for (int32_t s = -1; s <= n; s++) {
+        const int32_t n_tiles = s >= 0 && s < n ? tiles_of(sources[s].n_tokens) : 0;
+        const int32_t is_plain = s > 0 && source_is_plain(shape.n_rows, rows, &sources[s - 1]);
+        for (int32_t step = 0; step < n_tiles || step < HKV_SIDE_STEPS; step++) {
+            if (step < n_tiles)
+                hkv_record_dots(shape, f, sources[s].data, &sides[s & 1], step, ahead[s], weights + (size_t)s * stride);
+            if (s + 1 < n)
+                key_side_step(shape, step, rows, sources[s + 1].data, ahead[s + 1], &work, &sides[(s + 1) & 1]);
+            if (s > 0)
+                soften_step(shape, step, rows, &sources[s - 1], is_plain, weights + (size_t)(s - 1) * stride, sum,
+                            &parts[s - 1]);
+        }
     }
-    parts[n - 1] = record_soften(shape, rows, &sources[n - 1], weights + (size_t)(n - 1) * stride);
 }
 
-/* sums += factor[row] * weights . v */
-HKV_AVX512_INLINE void record_add(const hkv_record_shape shape, const hkv_format *f, const hkv_cpu_source *source,
-                                  const float *weights, const float *factor, const uint8_t *ahead, hkv_value_sums *sums)
+/* A record whose values are to be added with these weights [n_rows, TP], which count factor [n_rows]. */
+typedef struct weighed_record {
+    const hkv_cpu_source *source;
+    const float *weights;
+    const uint8_t *ahead; /* a record whose values are fetched in step */
+    float factor[HKV_BLOCK_ROWS];
+} weighed_record;
+
+/* Step 0, 1 or 2 of a record's value side. */
+HKV_AVX512_INLINE void value_side_step(const hkv_record_shape shape, int32_t step, const hkv_format *f,
+                                       const weighed_record *record, hkv_value_work work[HKV_MAX_VALUE_GROUPS],
+                                       hkv_value_side *side)
 {
-    int32_t n_tiles = tiles_of(source->n_tokens);
-    hkv_value_side side;
-    prefetch_bytes(ahead + f->v_params_offset, f->v_high_offset - f->v_params_offset);
-    hkv_value_side_make(shape, f, source->data, weights, source->n_tokens, n_tiles, &side);
-    hkv_record_values(shape, f, source->data, &side, n_tiles, factor, ahead, sums);
+    const int32_t n_tokens = record->source->n_tokens, n_tiles = tiles_of(n_tokens);
+    if (step == 0) prefetch_bytes(record->ahead + f->v_params_offset, f->v_high_offset - f->v_params_offset);
+    for (int32_t vg = 0; vg < (shape.n_groups + 1) / 2; vg++) {
+        if (step == 0)
+            hkv_value_side_scale(shape, f, record->source->data, vg, record->weights, n_tokens, n_tiles, &work[vg]);
+        else if (step == 1)
+            hkv_value_side_measure(shape, vg, &work[vg], side);
+        else if (step == 2)
+            hkv_value_side_fix(shape, vg, n_tiles, &work[vg], side);
+    }
+}
+
+/* sums += factor[row] * weights . v over n records. The next record's weights are made beside the products of one. */
+HKV_AVX512_INLINE void records_add(const hkv_record_shape shape, const hkv_format *f, const weighed_record *records,
+                                   int32_t n, hkv_value_sums *sums)
+{
+    hkv_value_work work[HKV_MAX_VALUE_GROUPS];
+    hkv_value_side sides[2];
+    for (int32_t i = -1; i < n; i++) {
+        if (i >= 0) hkv_record_add_base(shape, &sides[i & 1], records[i].factor, sums);
+        for (int32_t step = 0; step < 4 * shape.n_groups; step++) {
+            if (i >= 0 && records[i].source->n_tokens == PLAIN_TOKENS)
+                hkv_record_values(shape, f, records[i].source->data, &sides[i & 1], PLAIN_TOKENS / HKV_TILE_TOKENS,
+                                  records[i].factor, step / 4, 2 * (step % 4), records[i].ahead, sums);
+            else if (i >= 0)
+                hkv_record_values(shape, f, records[i].source->data, &sides[i & 1],
+                                  tiles_of(records[i].source->n_tokens), records[i].factor, step / 4, 2 * (step % 4),
+                                  records[i].ahead, sums);
+            if (i + 1 < n) value_side_step(shape, step, f, &records[i + 1], work, &sides[(i + 1) & 1]);
+        }
+    }
 }
 
 typedef struct record_kernels {
     void (*weigh)(const row_block *rows, const hkv_cpu_source *sources, int32_t n, int32_t with_low,
                   const uint8_t *const *ahead, float *weights, row_sums *parts);
-    void (*add)(const hkv_format *f, const hkv_cpu_source *source, int32_t with_low, const float *weights,
-                const float *factor, const uint8_t *ahead, hkv_value_sums *sums);
+    void (*add)(const hkv_format *f, const weighed_record *records, int32_t n, int32_t with_low, hkv_value_sums *sums);
 } record_kernels;
 
 #define RECORD_KERNELS(name, rows_n, groups, half)                                                                     \
@@ -224,13 +341,13 @@ typedef struct record_kernels {
         else                                                                                                           \
             records_weigh((hkv_record_shape){rows_n, groups, half, 0}, rows, sources, n, ahead, weights, parts);       \
     }                                                                                                                  \
-    static void add_##name(const hkv_format *f, const hkv_cpu_source *source, int32_t with_low, const float *weights,  \
-                           const float *factor, const uint8_t *ahead, hkv_value_sums *sums)                            \
+    static void add_##name(const hkv_format *f, const weighed_record *records, int32_t n, int32_t with_low,            \
+                           hkv_value_sums *sums)                                                                       \
     {                                                                                                                  \
         if (with_low)                                                                                                  \
-            record_add((hkv_record_shape){rows_n, groups, half, 1}, f, source, weights, factor, ahead, sums);          \
+            records_add((hkv_record_shape){rows_n, groups, half, 1}, f, records, n, sums);                             \
         else                                                                                                           \
-            record_add((hkv_record_shape){rows_n, groups, half, 0}, f, source, weights, factor, ahead, sums);          \
+            records_add((hkv_record_shape){rows_n, groups, half, 0}, f, records, n, sums);                             \
     }
 
 #define RECORD_KERNELS_OF_ROWS(n)                                                                                      \
@@ -242,6 +359,10 @@ RECORD_KERNELS_OF_ROWS(1)
 RECORD_KERNELS_OF_ROWS(2)
 RECORD_KERNELS_OF_ROWS(3)
 RECORD_KERNELS_OF_ROWS(4)
+
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic pop
+#endif
 
 static const record_kernels *record_kernels_of(const hkv_format *f, int32_t n_rows)
 {
@@ -276,31 +397,41 @@ static void value_sums_scale(const hkv_format *f, int32_t row, float factor, hkv
 }
 
 /* Let the running maxima follow where they lag too far behind. */
-static void running_follow(const row_block *rows, __mmask8 lagging, const row_sums *part, row_sums *running,
-                           hkv_value_sums *sums)
+static void running_follow(const row_block *rows, __mmask8 lagging, __m128 max, row_sums *running, hkv_value_sums *sums)
 {
     float scale[HKV_BLOCK_ROWS];
     __m128 kept = _mm_maskz_mov_ps(_mm_cmp_ps_mask(running->sum, _mm_setzero_ps(), _CMP_NEQ_UQ),
-                                   exp_rows(_mm_sub_ps(running->max, part->max)));
+                                   exp_rows(_mm_sub_ps(running->max, max)));
     _mm_storeu_ps(scale, kept);
     for (int32_t i = 0; i < rows->n_rows; i++)
         if (lagging >> i & 1) value_sums_scale(rows->query->format, i, scale[i], sums);
     running->sum = _mm_mask_mul_ps(running->sum, lagging, running->sum, kept);
-    running->max = _mm_mask_mov_ps(running->max, lagging, part->max);
+    running->max = _mm_mask_mov_ps(running->max, lagging, max);
 }
 
-/* Take a record's part into the running softmax; factor [n_rows] is what its weights count. */
-static void running_update(const row_block *rows, const row_sums *part, row_sums *running, hkv_value_sums *sums,
-                           float factor[HKV_BLOCK_ROWS])
+/* Take the parts of n records into the running softmax; records[i].factor is what the weights of record i count. */
+static void running_take(const row_block *rows, const row_sums *parts, int32_t n, row_sums *running,
+                         hkv_value_sums *sums, weighed_record *records)
 {
-    __mmask8 is_there = _mm_cmp_ps_mask(part->max, _mm_set1_ps(-INFINITY), _CMP_NEQ_UQ);
-    __mmask8 lagging =
-        _mm_mask_cmp_ps_mask(is_there, part->max, _mm_add_ps(running->max, _mm_set1_ps(LAZY_MAX)), _CMP_GT_OQ);
-    __m128 count;
-    if (lagging) running_follow(rows, lagging, part, running, sums);
-    count = _mm_maskz_mov_ps(is_there, exp_rows(_mm_sub_ps(part->max, running->max)));
-    running->sum = _mm_fmadd_ps(count, part->sum, running->sum);
-    _mm_storeu_ps(factor, count);
+    const __m512 nowhere = _mm512_set1_ps(-INFINITY);
+    __m128 max = _mm512_castps512_ps128(nowhere);
+    __mmask8 lagging;
+    for (int32_t i = 0; i < n; i++) max = _mm_max_ps(max, parts[i].max);
+    lagging = _mm_cmp_ps_mask(max, _mm_add_ps(running->max, _mm_set1_ps(LAZY_MAX)), _CMP_GT_OQ);
+    if (lagging) running_follow(rows, lagging, max, running, sums);
+    for (int32_t i = 0; i < n; i += 4) {
+        const quad_sums quad = quad_sums_at(parts, i, n);
+        __m512 distance = _mm512_sub_ps(quad.max, _mm512_broadcast_f32x4(running->max));
+        __m512 count =
+            _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(quad.max, nowhere, _CMP_NEQ_UQ), hkv_avx512_exp(distance));
+        float counts[4 * HKV_BLOCK_ROWS], sums_counted[4 * HKV_BLOCK_ROWS];
+        _mm512_storeu_ps(counts, count);
+        _mm512_storeu_ps(sums_counted, _mm512_mul_ps(count, quad.sum));
+        for (int32_t j = 0; j < 4 && i + j < n; j++) {
+            memcpy(records[i + j].factor, counts + j * HKV_BLOCK_ROWS, sizeof records[i + j].factor);
+            running->sum = _mm_add_ps(running->sum, _mm_loadu_ps(sums_counted + j * HKV_BLOCK_ROWS));
+        }
+    }
 }
 
 /* Merge sums relative to `running` into row `row` of the state: acc [DP]. */
@@ -360,13 +491,12 @@ typedef struct record_batch {
     const hkv_cpu_query *query;
     const hkv_cpu_source *sources; /* [n] records */
     int32_t n;
-    int32_t max_run;                    /* records that are weighed together */
-    int32_t distance;                   /* records by which keys are prefetched */
-    int32_t readings[CALL_RECORDS];     /* hkv_precision or HKV_NOT_READ */
-    const uint8_t *ahead[CALL_RECORDS]; /* what is prefetched while a record is read */
-    float *kept;          /* weights of the survey at INT4, NULL where there was none or they do not fit */
-    row_sums *kept_parts; /* [row blocks, n] */
-    float *source_lse;    /* [n, n_rows] or NULL */
+    int32_t max_run;                /* records that are weighed together */
+    int32_t distance;               /* records by which keys are prefetched */
+    int32_t readings[CALL_RECORDS]; /* hkv_precision or HKV_NOT_READ */
+    float *kept;                    /* weights of the survey at INT4, NULL where there was none or they do not fit */
+    row_sums *kept_parts;           /* [row blocks, n] */
+    float *source_lse;              /* [n, n_rows] or NULL */
 } record_batch;
 
 static size_t kept_idx(const record_batch *batch, int32_t block, int32_t s)
@@ -379,26 +509,30 @@ static float *kept_weights(const record_batch *batch, int32_t block, int32_t s)
     return batch->kept + kept_idx(batch, block, s) * HKV_BLOCK_ROWS * (size_t)batch->query->format->stored_tokens;
 }
 
-static float *batch_lse(const record_batch *batch, int32_t s)
+/* Records of a batch that are read alike, one after the other. */
+typedef struct record_list {
+    int32_t n;
+    int32_t records[CALL_RECORDS];
+} record_list;
+
+/* What is prefetched while record i of a list is read; the last ones stand for themselves. */
+static const uint8_t *list_ahead(const record_batch *batch, const record_list *list, int32_t i)
 {
-    return batch->source_lse ? batch->source_lse + (size_t)s * (size_t)batch->query->n_rows : NULL;
+    return batch->sources[list->records[i + batch->distance < list->n ? i + batch->distance : i]].data;
 }
 
-/* While a record is surveyed, the one `distance` further; the last ones stand for themselves. */
-static void look_ahead_in_survey(record_batch *batch)
+/* LSEs of n records for those who asked. */
+static void batch_keep_lse(const record_batch *batch, const row_block *rows, const int32_t *records, int32_t n,
+                           const row_sums *parts)
 {
-    for (int32_t s = 0; s < batch->n; s++)
-        batch->ahead[s] = batch->sources[s + batch->distance < batch->n ? s + batch->distance : s].data;
-}
-
-/* The same among the records first .. end-1 that are read. */
-static void look_ahead_in_reading(record_batch *batch, int32_t first, int32_t end)
-{
-    int32_t queue[CALL_RECORDS], n = 0;
-    for (int32_t s = first; s < end; s++)
-        if (batch->readings[s] != HKV_NOT_READ) queue[n++] = s;
-    for (int32_t i = 0; i < n; i++)
-        batch->ahead[queue[i]] = batch->sources[queue[i + batch->distance < n ? i + batch->distance : i]].data;
+    for (int32_t i = 0; batch->source_lse && i < n; i += 4) {
+        float lse[4 * HKV_BLOCK_ROWS];
+        _mm512_storeu_ps(lse, quad_lse(quad_sums_at(parts, i, n)));
+        for (int32_t j = 0; j < 4 && i + j < n; j++)
+            _mm_mask_storeu_ps(batch->source_lse + (size_t)records[i + j] * (size_t)batch->query->n_rows +
+                                   rows->first_row,
+                               lanes_of_rows(rows->n_rows), _mm_loadu_ps(lse + j * HKV_BLOCK_ROWS));
+    }
 }
 
 /* A block of rows and what it has of a batch so far. */
@@ -417,59 +551,76 @@ static void block_sums_start(const hkv_cpu_query *query, int32_t block, block_su
     value_sums_clear(&sums->rows, &sums->values);
 }
 
-/* Add the values of n records, batch->sources[which[i]], with weights [n, HKV_BLOCK_ROWS, TP]. */
-static void records_add(const record_batch *batch, const int32_t *which, int32_t n, const float *weights,
-                        const row_sums *parts, block_sums *sums)
+/* Add the values of a list's records first .. first + n - 1, of which weighed[i].weights and parts[i] are known. */
+static void batch_add(const record_batch *batch, const record_list *list, int32_t first, int32_t n,
+                      weighed_record *weighed, const row_sums *parts, block_sums *sums)
 {
     const hkv_format *f = batch->query->format;
     const record_kernels *kernels = record_kernels_of(f, sums->rows.n_rows);
+    const int32_t *records = list->records + first;
+    batch_keep_lse(batch, &sums->rows, records, n, parts);
+    running_take(&sums->rows, parts, n, &sums->running, &sums->values, weighed);
     for (int32_t i = 0; i < n; i++) {
-        int32_t s = which[i];
-        float factor[HKV_BLOCK_ROWS];
-        keep_lse(&sums->rows, &parts[i], batch_lse(batch, s));
-        running_update(&sums->rows, &parts[i], &sums->running, &sums->values, factor);
-        kernels->add(f, &batch->sources[s], batch->readings[s] == HKV_READ_INT8,
-                     weights + (size_t)i * HKV_BLOCK_ROWS * (size_t)f->stored_tokens, factor, batch->ahead[s],
-                     &sums->values);
+        weighed[i].source = &batch->sources[records[i]];
+        weighed[i].ahead = list_ahead(batch, list, first + i);
+    }
+    for (int32_t start = 0, end; start < n; start = end) {
+        int32_t with_low = batch->readings[records[start]] == HKV_READ_INT8;
+        for (end = start + 1; end < n && (batch->readings[records[end]] == HKV_READ_INT8) == with_low; end++) continue;
+        kernels->add(f, weighed + start, end - start, with_low, &sums->values);
     }
 }
 
-/* Weigh and add n records, wherever in the batch they are, which are read with low planes of keys or all without. */
-static void records_read(const record_batch *batch, const int32_t *which, int32_t n, int32_t with_low, block_sums *sums)
+/* The same for records that the survey has weighed. */
+static void batch_add_kept(const record_batch *batch, const record_list *list, block_sums *sums)
 {
-    const record_kernels *kernels = record_kernels_of(batch->query->format, sums->rows.n_rows);
-    float weights[RUN_WEIGHTS];
+    weighed_record weighed[CALL_RECORDS];
+    row_sums parts[CALL_RECORDS];
+    for (int32_t i = 0; i < list->n; i++) {
+        weighed[i].weights = kept_weights(batch, sums->block, list->records[i]);
+        parts[i] = batch->kept_parts[kept_idx(batch, sums->block, list->records[i])];
+    }
+    if (list->n > 0) batch_add(batch, list, 0, list->n, weighed, parts, sums);
+}
+
+/* Weigh and add a list's records, which are all read with low planes of keys or all without. */
+static void batch_read(const record_batch *batch, const record_list *list, int32_t with_low, block_sums *sums)
+{
+    const hkv_format *f = batch->query->format;
+    const record_kernels *kernels = record_kernels_of(f, sums->rows.n_rows);
+    float weights[RUN_WEIGHTS] __attribute__((aligned(64)));
+    weighed_record weighed[MAX_RUN];
     row_sums parts[MAX_RUN];
     hkv_cpu_source sources[MAX_RUN];
     const uint8_t *ahead[MAX_RUN];
-    for (int32_t first = 0, n_run; first < n; first += n_run) {
-        n_run = n - first < batch->max_run ? n - first : batch->max_run;
-        for (int32_t i = 0; i < n_run; i++) {
-            sources[i] = batch->sources[which[first + i]];
-            ahead[i] = batch->ahead[which[first + i]];
+    for (int32_t first = 0, n; first < list->n; first += n) {
+        n = list->n - first < batch->max_run ? list->n - first : batch->max_run;
+        for (int32_t i = 0; i < n; i++) {
+            sources[i] = batch->sources[list->records[first + i]];
+            ahead[i] = list_ahead(batch, list, first + i);
+            weighed[i].weights = weights + (size_t)i * HKV_BLOCK_ROWS * (size_t)f->stored_tokens;
         }
-        kernels->weigh(&sums->rows, sources, n_run, with_low, ahead, weights, parts);
-        records_add(batch, which + first, n_run, weights, parts, sums);
+        kernels->weigh(&sums->rows, sources, n, with_low, ahead, weights, parts);
+        batch_add(batch, list, first, n, weighed, parts, sums);
     }
 }
 
-/* Read the records first .. end-1 as decided. Those of a kind go together, so that each has others beside it. */
-static void batch_attend(const record_batch *batch, int32_t first, int32_t end, block_sums *sums)
+/* Read all records as decided. Those of a kind go together, so that each has others beside it. */
+static void batch_attend(const record_batch *batch, block_sums *sums)
 {
     const row_sums unread = row_sums_empty();
-    int32_t queues[2][CALL_RECORDS], n[2] = {0, 0}; /* to be weighed without and with low planes of keys */
-    for (int32_t s = first; s < end; s++) {
+    record_list surveyed, unweighed[2]; /* to be weighed without and with low planes of keys */
+    surveyed.n = unweighed[0].n = unweighed[1].n = 0;
+    for (int32_t s = 0; s < batch->n; s++) {
         int32_t with_low = batch->readings[s] != HKV_READ_INT4;
+        record_list *list = batch->kept && !with_low ? &surveyed : &unweighed[with_low];
         if (batch->readings[s] == HKV_NOT_READ)
-            keep_lse(&sums->rows, &unread, batch_lse(batch, s));
-        else if (batch->kept && !with_low)
-            records_add(batch, &s, 1, kept_weights(batch, sums->block, s),
-                        &batch->kept_parts[kept_idx(batch, sums->block, s)], sums);
+            batch_keep_lse(batch, &sums->rows, &s, 1, &unread);
         else
-            queues[with_low][n[with_low]++] = s;
+            list->records[list->n++] = s;
     }
-    for (int32_t with_low = 0; with_low < 2; with_low++)
-        records_read(batch, queues[with_low], n[with_low], with_low, sums);
+    batch_add_kept(batch, &surveyed, sums);
+    for (int32_t with_low = 0; with_low < 2; with_low++) batch_read(batch, &unweighed[with_low], with_low, sums);
 }
 
 static void block_sums_end(const block_sums *sums, hkv_cpu_state *state)
@@ -479,64 +630,49 @@ static void block_sums_end(const block_sums *sums, hkv_cpu_state *state)
 
 /* -------------------------------------------------------------------------------------------- progressive reading */
 
-/* Have what was decided on the way to the L2 cache while other records are surveyed. */
-static void prefetch_reading(const hkv_format *f, const uint8_t *record, int32_t reading)
+/* The largest share of each of n records among the block's rows, as the hot part has it, where it is larger than
+ * shares[i]; a share is capped where it only matters that it is large. */
+static void rows_shares(const row_block *rows, const row_sums *parts, int32_t n, const float *reference_lse,
+                        float *shares)
 {
-    size_t end = reading == HKV_NOT_READ ? 0 : hkv_record_prefix_bytes(f, (hkv_precision)reading);
-    for (size_t i = f->v_params_offset; i < end; i += 64) _mm_prefetch((const char *)(record + i), _MM_HINT_T1);
+    const __m512 unseen = _mm512_set1_ps(-1.0f);
+    const __m512 reference =
+        _mm512_broadcast_f32x4(_mm_maskz_loadu_ps(lanes_of_rows(rows->n_rows), reference_lse + rows->first_row));
+    for (int32_t i = 0; i < n; i += 4) {
+        const quad_sums quad = quad_sums_at(parts, i, n);
+        __m512 distance = _mm512_min_ps(_mm512_sub_ps(quad.max, reference), _mm512_set1_ps(80.0f));
+        __m512 share = _mm512_mul_ps(quad.sum, hkv_avx512_exp(distance));
+        float largest[4 * HKV_BLOCK_ROWS];
+        share = _mm512_mask_mov_ps(unseen, _mm512_cmp_ps_mask(quad.sum, _mm512_setzero_ps(), _CMP_NEQ_UQ), share);
+        share = _mm512_max_ps(share, _mm512_permute_ps(share, 0x4e));
+        _mm512_storeu_ps(largest, _mm512_max_ps(share, _mm512_permute_ps(share, 0xb1)));
+        for (int32_t j = 0; j < 4 && i + j < n; j++) shares[i + j] = fmaxf(shares[i + j], largest[j * HKV_BLOCK_ROWS]);
+    }
 }
 
-/* Largest share of the record among the block's rows, as the hot part has it; -1 if none sees any of it. */
-HKV_AVX512_INLINE float rows_share(const row_block *rows, const row_sums *part, const float *reference_lse)
-{
-    __mmask8 is_there = _mm_cmp_ps_mask(part->sum, _mm_setzero_ps(), _CMP_NEQ_UQ);
-    __m128 reference = _mm_maskz_loadu_ps(lanes_of_rows(rows->n_rows), reference_lse + rows->first_row);
-    /* capped: it only matters then that it is large */
-    __m128 distance = _mm_min_ps(_mm_sub_ps(part->max, reference), _mm_set1_ps(80.0f));
-    __m128 share = _mm_mul_ps(part->sum, exp_rows(distance));
-    share = _mm_mask_mov_ps(_mm_set1_ps(-1.0f), is_there, share);
-    share = _mm_max_ps(share, _mm_movehl_ps(share, share));
-    return _mm_cvtss_f32(_mm_max_ss(share, _mm_shuffle_ps(share, share, 1)));
-}
-
-/* Weigh the keys of a run, records first .. end-1, at INT4 and decide. */
+/* Weigh the keys of the records first .. end-1 at INT4, then decide. */
 static void batch_survey(record_batch *batch, int32_t first, int32_t end, hkv_cpu_progressive *progressive)
 {
     const hkv_format *f = batch->query->format;
-    const hkv_cpu_source *sources = batch->sources + first;
     int32_t n_blocks = (batch->query->n_rows + HKV_BLOCK_ROWS - 1) / HKV_BLOCK_ROWS, n = end - first;
-    float own_weights[RUN_WEIGHTS], shares[CALL_RECORDS];
+    float own_weights[RUN_WEIGHTS] __attribute__((aligned(64))), shares[CALL_RECORDS];
     row_sums own_parts[MAX_RUN];
-    for (int32_t s = 0; s < n; s++) shares[s] = -1.0f;
+    const uint8_t *ahead[CALL_RECORDS];
+    for (int32_t s = 0; s < n; s++) {
+        int32_t next = first + s + batch->distance;
+        ahead[s] = batch->sources[next < batch->n ? next : first + s].data;
+        shares[s] = -1.0f;
+    }
     for (int32_t block = 0; block < n_blocks; block++) {
         const row_block rows = row_block_at(batch->query, block * HKV_BLOCK_ROWS);
         float *weights = batch->kept ? kept_weights(batch, block, first) : own_weights;
         row_sums *parts = batch->kept ? &batch->kept_parts[kept_idx(batch, block, first)] : own_parts;
-        record_kernels_of(f, rows.n_rows)->weigh(&rows, sources, n, 0, &batch->ahead[first], weights, parts);
-        for (int32_t s = 0; s < n; s++)
-            shares[s] = fmaxf(shares[s], rows_share(&rows, &parts[s], progressive->reference_lse));
+        record_kernels_of(f, rows.n_rows)->weigh(&rows, batch->sources + first, n, 0, ahead, weights, parts);
+        rows_shares(&rows, parts, n, progressive->reference_lse, shares);
     }
-    for (int32_t s = 0; s < n; s++) {
-        batch->readings[first + s] = hkv_cpu_progressive_decide(f, &sources[s], (double)shares[s], progressive);
-        prefetch_reading(f, sources[s].data, batch->readings[first + s]);
-    }
-    look_ahead_in_reading(batch, first, end);
-}
-
-/* Survey a run, then read the one before, for which the memory had the time of a survey. */
-static void batch_attend_progressively(record_batch *batch, hkv_cpu_progressive *progressive, hkv_cpu_state *state)
-{
-    block_sums sums;
-    int32_t read = 0, n;
-    block_sums_start(batch->query, 0, &sums);
-    for (int32_t first = 0; first < batch->n; first += n) {
-        n = batch->n - first < SURVEY_RUN ? batch->n - first : SURVEY_RUN;
-        batch_survey(batch, first, first + n, progressive);
-        batch_attend(batch, read, first, &sums);
-        read = first;
-    }
-    batch_attend(batch, read, batch->n, &sums);
-    block_sums_end(&sums, state);
+    for (int32_t s = 0; s < n; s++)
+        batch->readings[first + s] =
+            hkv_cpu_progressive_decide(f, &batch->sources[first + s], (double)shares[s], progressive);
 }
 
 /* Is any of a source's tokens visible to any row? */
@@ -596,31 +732,26 @@ static void records_attend(const hkv_cpu_query *query, const hkv_cpu_source *sou
                           .sources = sources,
                           .n = n,
                           .max_run = run_limit(query->format),
-                          .distance = prefetch_distance(query->format, precision),
+                          .distance = is_progressive ? SURVEY_AHEAD : prefetch_distance(query->format, precision),
                           .source_lse = source_lse};
     int32_t n_blocks = (query->n_rows + HKV_BLOCK_ROWS - 1) / HKV_BLOCK_ROWS;
     prefetch_first(&batch, precision);
     if (is_progressive) {
         size_t n_weights = (size_t)n_blocks * (size_t)n * HKV_BLOCK_ROWS * (size_t)query->format->stored_tokens;
+        int32_t run = n_weights <= KEPT_WEIGHTS ? n : batch.max_run;
         if (n_weights <= KEPT_WEIGHTS) {
             batch.kept = kept;
             batch.kept_parts = kept_parts;
         }
-        look_ahead_in_survey(&batch);
-        if (n_blocks == 1 && batch.kept) {
-            batch_attend_progressively(&batch, progressive, state);
-            return;
-        }
-        for (int32_t first = 0; first < n; first += batch.max_run)
-            batch_survey(&batch, first, first + batch.max_run < n ? first + batch.max_run : n, progressive);
+        for (int32_t first = 0; first < n; first += run)
+            batch_survey(&batch, first, first + run < n ? first + run : n, progressive);
     } else {
         batch_read_all(&batch, progressive);
-        look_ahead_in_reading(&batch, 0, n);
     }
     for (int32_t block = 0; block < n_blocks; block++) {
         block_sums sums;
         block_sums_start(query, block, &sums);
-        batch_attend(&batch, 0, n, &sums);
+        batch_attend(&batch, &sums);
         block_sums_end(&sums, state);
     }
 }

@@ -148,36 +148,65 @@ HKV_AVX512_INLINE void hkv_key_params(const uint8_t *params, int32_t step, __m51
     *zero = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
 }
 
-/* q [n_rows, DP]; scores are softmax_scale * q . k. */
-HKV_AVX512_INLINE void hkv_key_side_make(const hkv_record_shape shape, const hkv_format *f, const uint8_t *record,
-                                         const float *q, float softmax_scale, hkv_key_side *side)
+/* The making of a key side takes three steps, each a chain of instructions that wait for each other: they are to be
+ * done beside something else. Between them it is here. */
+typedef struct hkv_key_work {
+    __m512 product[HKV_BLOCK_ROWS][HKV_MAX_STEPS]; /* q * scale */
+    __m512 largest[HKV_BLOCK_ROWS];
+    __m512 base[HKV_BLOCK_ROWS];
+    float inverse[HKV_BLOCK_ROWS];
+} hkv_key_work;
+
+enum { HKV_SIDE_STEPS = 3 };
+
+HKV_AVX512_INLINE int32_t hkv_n_channel_steps(const hkv_record_shape shape)
+{
+    return shape.n_groups * 4 - 2 * shape.has_half;
+}
+
+/* q [n_rows, DP] */
+HKV_AVX512_INLINE void hkv_key_side_scale(const hkv_record_shape shape, const hkv_format *f, const uint8_t *record,
+                                          const float *q, hkv_key_work *work)
 {
     const uint8_t *params = record + f->k_params_offset;
-    const int32_t n_steps = shape.n_groups * 4 - 2 * shape.has_half;
-    const __m512i middle = _mm512_set1_epi16((short)-hkv_code_middle(shape.with_low));
-    __m512 product[HKV_BLOCK_ROWS][HKV_MAX_STEPS], largest[HKV_BLOCK_ROWS], base[HKV_BLOCK_ROWS];
-    float inverse[HKV_BLOCK_ROWS];
+    __m512 largest[HKV_BLOCK_ROWS], base[HKV_BLOCK_ROWS];
     for (int32_t i = 0; i < shape.n_rows; i++) largest[i] = base[i] = _mm512_setzero_ps();
-    for (int32_t s = 0; s < n_steps; s++) {
+    for (int32_t s = 0; s < hkv_n_channel_steps(shape); s++) {
         __m512 scale, zero, centre;
         hkv_key_params(params, s, &scale, &zero);
         centre = _mm512_fmadd_ps(scale, _mm512_set1_ps(128.0f), zero);
         for (int32_t i = 0; i < shape.n_rows; i++) {
             __m512 q_step = _mm512_loadu_ps(q + (size_t)i * (size_t)f->stored_dim + 16 * s);
-            product[i][s] = _mm512_mul_ps(q_step, scale);
+            __m512 product = _mm512_mul_ps(q_step, scale);
             base[i] = _mm512_fmadd_ps(q_step, centre, base[i]);
-            largest[i] = _mm512_max_ps(largest[i], _mm512_abs_ps(product[i][s]));
+            largest[i] = _mm512_max_ps(largest[i], _mm512_abs_ps(product));
+            work->product[i][s] = product;
         }
     }
-    hkv_fixed_units(hkv_reduce_rows_max(shape.n_rows, largest), side->unit, inverse);
-    _mm_storeu_ps(side->unit, _mm_mul_ps(_mm_loadu_ps(side->unit), _mm_set1_ps(softmax_scale)));
-    _mm_storeu_ps(side->base, _mm_mul_ps(hkv_reduce_rows_add(shape.n_rows, base), _mm_set1_ps(softmax_scale)));
     for (int32_t i = 0; i < shape.n_rows; i++) {
-        const __m512 to_fixed = _mm512_set1_ps(inverse[i]);
+        work->largest[i] = largest[i];
+        work->base[i] = base[i];
+    }
+}
+
+/* Scores are softmax_scale * q . k. */
+HKV_AVX512_INLINE void hkv_key_side_measure(const hkv_record_shape shape, float softmax_scale, hkv_key_work *work,
+                                            hkv_key_side *side)
+{
+    hkv_fixed_units(hkv_reduce_rows_max(shape.n_rows, work->largest), side->unit, work->inverse);
+    _mm_storeu_ps(side->unit, _mm_mul_ps(_mm_loadu_ps(side->unit), _mm_set1_ps(softmax_scale)));
+    _mm_storeu_ps(side->base, _mm_mul_ps(hkv_reduce_rows_add(shape.n_rows, work->base), _mm_set1_ps(softmax_scale)));
+}
+
+HKV_AVX512_INLINE void hkv_key_side_fix(const hkv_record_shape shape, const hkv_key_work *work, hkv_key_side *side)
+{
+    const __m512i middle = _mm512_set1_epi16((short)-hkv_code_middle(shape.with_low));
+    for (int32_t i = 0; i < shape.n_rows; i++) {
+        const __m512 to_fixed = _mm512_set1_ps(work->inverse[i]);
         __m512i start = _mm512_setzero_si512();
-        for (int32_t s = 0; s < n_steps; s += 2) { /* there are always two more */
-            __m512i packed = _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(product[i][s], to_fixed)),
-                                                _mm512_cvtps_epi32(_mm512_mul_ps(product[i][s + 1], to_fixed)));
+        for (int32_t s = 0; s < hkv_n_channel_steps(shape); s += 2) { /* there are always two more */
+            __m512i packed = _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(work->product[i][s], to_fixed)),
+                                                _mm512_cvtps_epi32(_mm512_mul_ps(work->product[i][s + 1], to_fixed)));
             start = _mm512_dpwssd_epi32(start, packed, middle);
             for (int32_t j = 0; j < 2; j++) hkv_spread_pairs(packed, j, &side->q[s + j][0][i], &side->q[s + j][1][i]);
         }
@@ -211,55 +240,51 @@ HKV_AVX512_INLINE __m512 hkv_fold_lanes_ps(__m512 a, __m512 b, __m512 c, __m512 
     return _mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0x88), _mm512_shuffle_f32x4(ab, cd, 0xdd));
 }
 
-/* Scores of tiles 0 .. n_tiles-1 for every row: scores [n_rows, TP]. `ahead` is prefetched in step with the record. */
+/* Scores of a tile for every row: scores [n_rows, TP]. `ahead` is prefetched in step with the record. */
 HKV_AVX512_INLINE void hkv_record_dots(const hkv_record_shape shape, const hkv_format *f, const uint8_t *record,
-                                       const hkv_key_side *side, int32_t n_tiles, const uint8_t *ahead, float *scores)
+                                       const hkv_key_side *side, int32_t tile, const uint8_t *ahead, float *scores)
 {
     const uint8_t *high = record + f->k_high_offset, *low = record + f->k_low_offset;
     const uint8_t *ahead_high = ahead + f->k_high_offset, *ahead_low = ahead + f->k_low_offset;
-    for (int32_t tile = 0; tile < n_tiles; tile++) {
-        __m512i sum[HKV_BLOCK_ROWS][2][2]; /* [][rows 0..3, 4..7][+ 0, + 8] */
-        for (int32_t i = 0; i < shape.n_rows; i++)
-            sum[i][0][0] = sum[i][0][1] = sum[i][1][0] = sum[i][1][1] = side->start[i];
-        for (int32_t g = 0; g < shape.n_groups; g++) {
-            const int32_t is_half = shape.has_half && g + 1 == shape.n_groups;
-            __m512i high_steps[2][4], low_steps[2][4];
-            for (int32_t half = 0; half < 2; half++) {
-                __m512i high_rows[4], low_rows[4];
-                for (int32_t r = 0; r < 4; r++) {
-                    size_t offset = hkv_group_offset(f->stored_dim, tile, g, 4 * half + r, is_half);
-                    high_rows[r] = hkv_group_load(high, offset, is_half);
-                    _mm_prefetch((const char *)(ahead_high + offset), _MM_HINT_T0);
-                    if (!shape.with_low) continue;
-                    low_rows[r] = hkv_group_load(low, offset, is_half);
-                    _mm_prefetch((const char *)(ahead_low + offset), _MM_HINT_T0);
-                }
-                hkv_words_by_step(high_rows, high_steps[half]);
-                if (shape.with_low) hkv_words_by_step(low_rows, low_steps[half]);
+    __m512i sum[HKV_BLOCK_ROWS][2][2]; /* [][rows 0..3, 4..7][+ 0, + 8] */
+    for (int32_t i = 0; i < shape.n_rows; i++)
+        sum[i][0][0] = sum[i][0][1] = sum[i][1][0] = sum[i][1][1] = side->start[i];
+    for (int32_t g = 0; g < shape.n_groups; g++) {
+        const int32_t is_half = shape.has_half && g + 1 == shape.n_groups;
+        __m512i high_steps[2][4], low_steps[2][4];
+        for (int32_t half = 0; half < 2; half++) {
+            __m512i high_rows[4], low_rows[4];
+            for (int32_t r = 0; r < 4; r++) {
+                size_t offset = hkv_group_offset(f->stored_dim, tile, g, 4 * half + r, is_half);
+                high_rows[r] = hkv_group_load(high, offset, is_half);
+                _mm_prefetch((const char *)(ahead_high + offset), _MM_HINT_T0);
+                if (!shape.with_low) continue;
+                low_rows[r] = hkv_group_load(low, offset, is_half);
+                _mm_prefetch((const char *)(ahead_low + offset), _MM_HINT_T0);
             }
-            for (int32_t s = 0; s < (is_half ? 2 : 4); s++) {
-                const hkv_code_pairs codes[2] = {
-                    hkv_split_codes(high_steps[0][s], shape.with_low ? low_steps[0][s] : high_steps[0][s],
-                                    shape.with_low),
-                    hkv_split_codes(high_steps[1][s], shape.with_low ? low_steps[1][s] : high_steps[1][s],
-                                    shape.with_low)};
-                for (int32_t i = 0; i < shape.n_rows; i++) {
-                    const __m512i upper = side->q[4 * g + s][0][i], lower = side->q[4 * g + s][1][i];
-                    for (int32_t j = 0; j < 4; j++)
-                        sum[i][j >> 1][j & 1] =
-                            _mm512_dpwssd_epi32(sum[i][j >> 1][j & 1], codes[j >> 1].upper[j & 1], upper);
-                    for (int32_t j = 0; j < 4; j++)
-                        sum[i][j >> 1][j & 1] =
-                            _mm512_dpwssd_epi32(sum[i][j >> 1][j & 1], codes[j >> 1].lower[j & 1], lower);
-                }
+            hkv_words_by_step(high_rows, high_steps[half]);
+            if (shape.with_low) hkv_words_by_step(low_rows, low_steps[half]);
+        }
+        for (int32_t s = 0; s < (is_half ? 2 : 4); s++) {
+            const hkv_code_pairs codes[2] = {
+                hkv_split_codes(high_steps[0][s], shape.with_low ? low_steps[0][s] : high_steps[0][s], shape.with_low),
+                hkv_split_codes(high_steps[1][s], shape.with_low ? low_steps[1][s] : high_steps[1][s], shape.with_low)};
+            for (int32_t i = 0; i < shape.n_rows; i++) {
+                const __m512i upper = side->q[4 * g + s][0][i], lower = side->q[4 * g + s][1][i];
+                for (int32_t j = 0; j < 4; j++)
+                    sum[i][j >> 1][j & 1] =
+                        _mm512_dpwssd_epi32(sum[i][j >> 1][j & 1], codes[j >> 1].upper[j & 1], upper);
+                for (int32_t j = 0; j < 4; j++)
+                    sum[i][j >> 1][j & 1] =
+                        _mm512_dpwssd_epi32(sum[i][j >> 1][j & 1], codes[j >> 1].lower[j & 1], lower);
             }
         }
-        for (int32_t i = 0; i < shape.n_rows; i++) {
-            __m512i dots = hkv_fold_lanes(sum[i][0][0], sum[i][1][0], sum[i][0][1], sum[i][1][1]);
-            _mm512_storeu_ps(scores + (size_t)i * (size_t)f->stored_tokens + 16 * tile,
-                             _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), _mm512_set1_ps(side->unit[i]),
-                                             _mm512_set1_ps(side->base[i])));
-        }
+    }
+    for (int32_t i = 0; i < shape.n_rows; i++) {
+        __m512i dots = hkv_fold_lanes(sum[i][0][0], sum[i][1][0], sum[i][0][1], sum[i][1][1]);
+        _mm512_storeu_ps(
+            scores + (size_t)i * (size_t)f->stored_tokens + 16 * tile,
+            _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), _mm512_set1_ps(side->unit[i]), _mm512_set1_ps(side->base[i])));
     }
 }
 
@@ -285,46 +310,67 @@ HKV_AVX512_INLINE void hkv_value_params(const uint8_t *params, int32_t tile, __m
     *zero = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
 }
 
+/* The same three steps as for keys, for a value group. */
+typedef struct hkv_value_work {
+    __m512 scaled[HKV_BLOCK_ROWS][HKV_MAX_TILES]; /* p * scale */
+    __m512 largest[HKV_BLOCK_ROWS];
+    __m512 base[HKV_BLOCK_ROWS];
+    float inverse[HKV_BLOCK_ROWS];
+} hkv_value_work;
+
 /* weights [n_rows, TP], 0 for tokens that a row does not see; tokens from n_tokens on have no parameters. */
-HKV_AVX512_INLINE void hkv_value_side_make(const hkv_record_shape shape, const hkv_format *f, const uint8_t *record,
-                                           const float *weights, int32_t n_tokens, int32_t n_tiles,
-                                           hkv_value_side *side)
+HKV_AVX512_INLINE void hkv_value_side_scale(const hkv_record_shape shape, const hkv_format *f, const uint8_t *record,
+                                            int32_t value_group, const float *weights, int32_t n_tokens,
+                                            int32_t n_tiles, hkv_value_work *work)
+{
+    const uint8_t *params = record + f->v_params_offset + (size_t)value_group * 4 * (size_t)f->stored_tokens;
+    __m512 largest[HKV_BLOCK_ROWS], base[HKV_BLOCK_ROWS];
+    for (int32_t i = 0; i < shape.n_rows; i++) largest[i] = base[i] = _mm512_setzero_ps();
+    for (int32_t tile = 0; tile < n_tiles; tile++) {
+        int32_t n = n_tokens - 16 * tile;
+        __mmask16 is_there = n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1u);
+        __m512 scale, zero, centre;
+        hkv_value_params(params, tile, &scale, &zero);
+        centre = _mm512_maskz_fmadd_ps(is_there, scale, _mm512_set1_ps(128.0f), zero);
+        scale = _mm512_maskz_mov_ps(is_there, scale);
+        for (int32_t i = 0; i < shape.n_rows; i++) {
+            __m512 p = _mm512_loadu_ps(weights + (size_t)i * (size_t)f->stored_tokens + 16 * tile);
+            __m512 scaled = _mm512_mul_ps(p, scale);
+            largest[i] = _mm512_max_ps(largest[i], scaled);
+            base[i] = _mm512_fmadd_ps(p, centre, base[i]);
+            work->scaled[i][tile] = scaled;
+        }
+    }
+    for (int32_t i = 0; i < shape.n_rows; i++) {
+        work->largest[i] = largest[i];
+        work->base[i] = base[i];
+    }
+}
+
+HKV_AVX512_INLINE void hkv_value_side_measure(const hkv_record_shape shape, int32_t value_group, hkv_value_work *work,
+                                              hkv_value_side *side)
+{
+    hkv_fixed_units(hkv_reduce_rows_max(shape.n_rows, work->largest), side->unit[value_group], work->inverse);
+    _mm_storeu_ps(side->base[value_group], hkv_reduce_rows_add(shape.n_rows, work->base));
+}
+
+HKV_AVX512_INLINE void hkv_value_side_fix(const hkv_record_shape shape, int32_t value_group, int32_t n_tiles,
+                                          const hkv_value_work *work, hkv_value_side *side)
 {
     const __m512i middle = _mm512_set1_epi16((short)-hkv_code_middle(shape.with_low));
-    for (int32_t vg = 0; vg < (shape.n_groups + 1) / 2; vg++) {
-        const uint8_t *params = record + f->v_params_offset + (size_t)vg * 4 * (size_t)f->stored_tokens;
-        __m512 scaled[HKV_BLOCK_ROWS][HKV_MAX_TILES], largest[HKV_BLOCK_ROWS], base[HKV_BLOCK_ROWS];
-        float inverse[HKV_BLOCK_ROWS];
-        for (int32_t i = 0; i < shape.n_rows; i++) largest[i] = base[i] = _mm512_setzero_ps();
-        for (int32_t tile = 0; tile < n_tiles; tile++) {
-            int32_t n = n_tokens - 16 * tile;
-            __mmask16 is_there = n >= 16 ? 0xffff : (__mmask16)((1u << n) - 1u);
-            __m512 scale, zero, centre;
-            hkv_value_params(params, tile, &scale, &zero);
-            centre = _mm512_maskz_fmadd_ps(is_there, scale, _mm512_set1_ps(128.0f), zero);
-            scale = _mm512_maskz_mov_ps(is_there, scale);
-            for (int32_t i = 0; i < shape.n_rows; i++) {
-                __m512 p = _mm512_loadu_ps(weights + (size_t)i * (size_t)f->stored_tokens + 16 * tile);
-                scaled[i][tile] = _mm512_mul_ps(p, scale);
-                largest[i] = _mm512_max_ps(largest[i], scaled[i][tile]);
-                base[i] = _mm512_fmadd_ps(p, centre, base[i]);
-            }
+    for (int32_t i = 0; i < shape.n_rows; i++) {
+        const __m512 to_fixed = _mm512_set1_ps(work->inverse[i]);
+        __m512i start = _mm512_setzero_si512();
+        for (int32_t tile = 0; tile < n_tiles; tile += 2) {
+            __m512 second = tile + 1 < n_tiles ? work->scaled[i][tile + 1] : _mm512_setzero_ps();
+            __m512i packed = _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(work->scaled[i][tile], to_fixed)),
+                                                _mm512_cvtps_epi32(_mm512_mul_ps(second, to_fixed)));
+            start = _mm512_dpwssd_epi32(start, packed, middle);
+            for (int32_t j = 0; j < 2 && tile + j < n_tiles; j++)
+                hkv_spread_pairs(packed, j, &side->p[value_group][tile + j][0][i],
+                                 &side->p[value_group][tile + j][1][i]);
         }
-        hkv_fixed_units(hkv_reduce_rows_max(shape.n_rows, largest), side->unit[vg], inverse);
-        _mm_storeu_ps(side->base[vg], hkv_reduce_rows_add(shape.n_rows, base));
-        for (int32_t i = 0; i < shape.n_rows; i++) {
-            const __m512 to_fixed = _mm512_set1_ps(inverse[i]);
-            __m512i start = _mm512_setzero_si512();
-            for (int32_t tile = 0; tile < n_tiles; tile += 2) {
-                __m512 second = tile + 1 < n_tiles ? scaled[i][tile + 1] : _mm512_setzero_ps();
-                __m512i packed = _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(scaled[i][tile], to_fixed)),
-                                                    _mm512_cvtps_epi32(_mm512_mul_ps(second, to_fixed)));
-                start = _mm512_dpwssd_epi32(start, packed, middle);
-                for (int32_t j = 0; j < 2 && tile + j < n_tiles; j++)
-                    hkv_spread_pairs(packed, j, &side->p[vg][tile + j][0][i], &side->p[vg][tile + j][1][i]);
-            }
-            side->start[vg][i] = hkv_sum_within_lanes(start);
-        }
+        side->start[value_group][i] = hkv_sum_within_lanes(start);
     }
 }
 
@@ -334,48 +380,50 @@ typedef struct hkv_value_sums {
     float base[HKV_BLOCK_ROWS][HKV_MAX_VALUE_GROUPS]; /* to be added to every channel of the value group */
 } hkv_value_sums;
 
-/* sums += factor[row] * weights . v */
+/* sums += factor[row] * what the zeros of the values are worth */
+HKV_AVX512_INLINE void hkv_record_add_base(const hkv_record_shape shape, const hkv_value_side *side,
+                                           const float *factor, hkv_value_sums *sums)
+{
+    for (int32_t vg = 0; vg < (shape.n_groups + 1) / 2; vg++)
+        for (int32_t i = 0; i < shape.n_rows; i++) sums->base[i][vg] += factor[i] * side->base[vg][i];
+}
+
+/* sums += factor[row] * weights . v, for fragment rows r, r + 1, r + 8 and r + 9 of a group's steps: two rows share the
+ * loads of weights. */
 HKV_AVX512_INLINE void hkv_record_values(const hkv_record_shape shape, const hkv_format *f, const uint8_t *record,
-                                         const hkv_value_side *side, int32_t n_tiles, const float *factor,
-                                         const uint8_t *ahead, hkv_value_sums *sums)
+                                         const hkv_value_side *side, int32_t n_tiles, const float *factor, int32_t g,
+                                         int32_t r, const uint8_t *ahead, hkv_value_sums *sums)
 {
     const uint8_t *high = record + f->v_high_offset, *low = record + f->v_low_offset;
     const uint8_t *ahead_high = ahead + f->v_high_offset, *ahead_low = ahead + f->v_low_offset;
-    for (int32_t vg = 0; vg < (shape.n_groups + 1) / 2; vg++)
-        for (int32_t i = 0; i < shape.n_rows; i++) sums->base[i][vg] += factor[i] * side->base[vg][i];
-    for (int32_t g = 0; g < shape.n_groups; g++) {
-        const int32_t vg = g / 2, is_half = shape.has_half && g + 1 == shape.n_groups;
-        __m512 unit[HKV_BLOCK_ROWS];
-        for (int32_t i = 0; i < shape.n_rows; i++) unit[i] = _mm512_set1_ps(factor[i] * side->unit[vg][i]);
-        for (int32_t r = 0; r < 8; r += 2) {   /* two rows share the loads of weights */
-            __m512i sum[HKV_BLOCK_ROWS][2][2]; /* [][r, r + 1][+ 0, + 8] */
-            for (int32_t i = 0; i < shape.n_rows; i++)
-                sum[i][0][0] = sum[i][0][1] = sum[i][1][0] = sum[i][1][1] = side->start[vg][i];
-            for (int32_t tile = 0; tile < n_tiles; tile++) {
-                hkv_code_pairs codes[2];
-                for (int32_t j = 0; j < 2; j++) {
-                    size_t offset = hkv_group_offset(f->stored_dim, tile, g, r + j, is_half);
-                    __m512i high_codes = hkv_group_load(high, offset, is_half);
-                    __m512i low_codes = shape.with_low ? hkv_group_load(low, offset, is_half) : high_codes;
-                    codes[j] = hkv_split_codes(high_codes, low_codes, shape.with_low);
-                    _mm_prefetch((const char *)(ahead_high + offset), _MM_HINT_T0);
-                    if (shape.with_low) _mm_prefetch((const char *)(ahead_low + offset), _MM_HINT_T0);
-                }
-                for (int32_t i = 0; i < shape.n_rows; i++) {
-                    const __m512i upper = side->p[vg][tile][0][i], lower = side->p[vg][tile][1][i];
-                    for (int32_t j = 0; j < 4; j++)
-                        sum[i][j >> 1][j & 1] =
-                            _mm512_dpwssd_epi32(sum[i][j >> 1][j & 1], codes[j >> 1].upper[j & 1], upper);
-                    for (int32_t j = 0; j < 4; j++)
-                        sum[i][j >> 1][j & 1] =
-                            _mm512_dpwssd_epi32(sum[i][j >> 1][j & 1], codes[j >> 1].lower[j & 1], lower);
-                }
-            }
-            for (int32_t i = 0; i < shape.n_rows; i++)
-                for (int32_t j = 0; j < 4; j++) {
-                    __m512 *words = &sums->words[i][g][r + (j >> 1)][j & 1];
-                    *words = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[i][j >> 1][j & 1]), unit[i], *words);
-                }
+    const int32_t vg = g / 2, is_half = shape.has_half && g + 1 == shape.n_groups;
+    __m512i sum[HKV_BLOCK_ROWS][2][2]; /* [][r, r + 1][+ 0, + 8] */
+    for (int32_t i = 0; i < shape.n_rows; i++)
+        sum[i][0][0] = sum[i][0][1] = sum[i][1][0] = sum[i][1][1] = side->start[vg][i];
+#pragma GCC unroll 4
+    for (int32_t tile = 0; tile < n_tiles; tile++) {
+        hkv_code_pairs codes[2];
+        for (int32_t j = 0; j < 2; j++) {
+            size_t offset = hkv_group_offset(f->stored_dim, tile, g, r + j, is_half);
+            __m512i high_codes = hkv_group_load(high, offset, is_half);
+            __m512i low_codes = shape.with_low ? hkv_group_load(low, offset, is_half) : high_codes;
+            codes[j] = hkv_split_codes(high_codes, low_codes, shape.with_low);
+            _mm_prefetch((const char *)(ahead_high + offset), _MM_HINT_T0);
+            if (shape.with_low) _mm_prefetch((const char *)(ahead_low + offset), _MM_HINT_T0);
+        }
+        for (int32_t i = 0; i < shape.n_rows; i++) {
+            const __m512i upper = side->p[vg][tile][0][i], lower = side->p[vg][tile][1][i];
+            for (int32_t j = 0; j < 4; j++)
+                sum[i][j >> 1][j & 1] = _mm512_dpwssd_epi32(sum[i][j >> 1][j & 1], codes[j >> 1].upper[j & 1], upper);
+            for (int32_t j = 0; j < 4; j++)
+                sum[i][j >> 1][j & 1] = _mm512_dpwssd_epi32(sum[i][j >> 1][j & 1], codes[j >> 1].lower[j & 1], lower);
+        }
+    }
+    for (int32_t i = 0; i < shape.n_rows; i++) {
+        const __m512 unit = _mm512_set1_ps(factor[i] * side->unit[vg][i]);
+        for (int32_t j = 0; j < 4; j++) {
+            __m512 *words = &sums->words[i][g][r + (j >> 1)][j & 1];
+            *words = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[i][j >> 1][j & 1]), unit, *words);
         }
     }
 }

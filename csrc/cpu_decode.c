@@ -17,12 +17,13 @@
 #include <stdatomic.h>
 
 enum {
-    CHUNK_ROWS = 64,   /* query rows of a kernel call */
-    CALL_SOURCES = 64, /* sources of a kernel call */
-    HOT_SOURCES = 64,  /* at least 16 sinks, 17 blocks of the window, 2 blocks of new tokens */
-    TASK_BYTES = 512 << 10,
+    CHUNK_ROWS = 64,        /* query rows of a kernel call */
+    CALL_SOURCES = 64,      /* sources of a kernel call */
+    HOT_SOURCES = 64,       /* at least 16 sinks, 17 blocks of the window, 2 blocks of new tokens */
+    TASK_BYTES = 512 << 10, /* of records that a task reads, at most 1.4 times as many */
     WAVE_ITEMS = 256,
     HEADERS_AHEAD = 16,   /* blocks by which headers are prefetched */
+    KEYS_AHEAD = 2,       /* first blocks of a task whose keys are prefetched while its sources are found */
     MIN_PARTIALS = 16,    /* partial states of an item */
     TARGET_PARTIALS = 64, /* the same, where it has few query rows */
     TARGET_ROWS = 8,      /* query rows, */
@@ -30,8 +31,15 @@ enum {
     TARGET_ITEMS = 64     /* items that the workspace should hold at once */
 };
 
-/* What a record is to an item. */
+/* What a block is to an item. */
 enum { BLOCK_OPEN = 0, BLOCK_LEFT_OUT, BLOCK_AT_INT4 };
+
+/* What its header says, so that headers are looked up once. */
+typedef struct cold_block {
+    int16_t n_tokens; /* that are read cold, 0 if none are */
+    uint8_t reading;  /* BLOCK_* */
+    uint8_t precision;
+} cold_block;
 
 typedef struct l2_block {
     float bound, history;
@@ -47,7 +55,7 @@ typedef struct decode_item {
     int32_t n_tasks, blocks_per_task, n_partials;
     atomic_int is_ready;           /* its hot part is done */
     atomic_int n_open;             /* tasks of the round that have not ended */
-    int32_t is_decided;            /* `reading` says all about records */
+    int32_t is_decided;            /* `cold` says all about records */
     float *q;                      /* [chunk rows, DP] */
     float *reference_lse;          /* [chunk rows] */
     float *state_memory;           /* of the chunk's running softmax */
@@ -56,7 +64,7 @@ typedef struct decode_item {
     float *block_lse;              /* [n_blocks, chunk rows]; of no use without masses */
     float *block_mass;             /* [n_blocks] largest over chunks */
     float *shares;                 /* [n_blocks] survey: largest share over chunks, -1 where nothing is visible */
-    uint8_t *reading;              /* [n_blocks] BLOCK_* */
+    cold_block *cold;              /* [n_blocks] */
     l2_block *l2;                  /* [n_blocks] scratch of the selection */
     hkv_cpu_state state;
     hkv_cpu_progressive total; /* what the item read */
@@ -69,11 +77,11 @@ typedef struct decode_job {
     int32_t is_survey; /* tasks only find out shares */
     decode_item *items;
     int32_t n_items;
-    atomic_int *head_is_decayed; /* [n_kv_heads] histories of its records */
-    atomic_int *head_n_open;     /* [n_kv_heads] items of the wave that are not finished */
+    int32_t *head_is_decayed; /* [n_kv_heads] histories of its records */
+    atomic_int *head_n_open;  /* [n_kv_heads] items of the wave that are not finished */
     int32_t round;
-    int32_t n_decays, n_prepares; /* tasks of this round, first of all */
-    int32_t *first_task;          /* [n_items + 1] cold tasks of this round */
+    int32_t n_prepares;  /* tasks of this round, first of all */
+    int32_t *first_task; /* [n_items + 1] cold tasks of this round */
 } decode_job;
 
 static int32_t is_decoded(const hkv_plan_row *row)
@@ -98,12 +106,13 @@ static const hkv_plan_row *item_row(const decode_job *job, const decode_item *it
 
 /* ------------------------------------------------------------------------------------------------------- workspace */
 
-/* Cut n_blocks, which may be none, into tasks of nearly the same size: at least one, as the item ends with its last. */
+/* Cut n_blocks, which may be none, into tasks of nearly the same size, about TASK_BYTES: a power of two of them, which
+ * few threads can share out evenly. At least one, as the item ends with its last. */
 static void item_cut(const hkv_format *f, int32_t n_blocks, decode_item *item)
 {
-    int32_t limit = f->record_bytes < TASK_BYTES ? (int32_t)(TASK_BYTES / f->record_bytes) : 1;
-    int32_t n_tasks = n_blocks > limit ? (n_blocks + limit - 1) / limit : 1;
-    item->blocks_per_task = n_blocks > 0 ? (n_blocks + n_tasks - 1) / n_tasks : 1;
+    int64_t n_bytes = (int64_t)n_blocks * f->record_bytes, n_tasks = 1;
+    while (n_bytes * 5 > n_tasks * TASK_BYTES * 7 && 2 * n_tasks <= n_blocks) n_tasks *= 2; /* 7 / 5 = sqrt(2) */
+    item->blocks_per_task = n_blocks > 0 ? (n_blocks + (int32_t)n_tasks - 1) / (int32_t)n_tasks : 1;
     item->n_tasks = n_blocks > 0 ? (n_blocks + item->blocks_per_task - 1) / item->blocks_per_task : 1;
 }
 
@@ -125,7 +134,7 @@ static void item_place(const hkv_format *f, int32_t n_rows, int32_t n_blocks, hk
     item->block_lse = hkv_cpu_arena_take(arena, blocks * rows * sizeof(float));
     item->block_mass = hkv_cpu_arena_take(arena, blocks * sizeof(float));
     item->shares = hkv_cpu_arena_take(arena, blocks * sizeof(float));
-    item->reading = hkv_cpu_arena_take(arena, blocks);
+    item->cold = hkv_cpu_arena_take(arena, blocks * sizeof(cold_block));
     item->l2 = hkv_cpu_arena_take(arena, blocks * sizeof(l2_block));
 }
 
@@ -147,7 +156,8 @@ static size_t wave_table_bytes(const hkv_group *group)
 {
     size_t n_items = (size_t)wave_items(group);
     return hkv_cpu_arena_bytes(n_items * sizeof(decode_item)) + hkv_cpu_arena_bytes((n_items + 1) * sizeof(int32_t)) +
-           2 * hkv_cpu_arena_bytes((size_t)group->n_kv_heads * sizeof(atomic_int));
+           hkv_cpu_arena_bytes((size_t)group->n_kv_heads * sizeof(int32_t)) +
+           hkv_cpu_arena_bytes((size_t)group->n_kv_heads * sizeof(atomic_int));
 }
 
 size_t hkv_cpu_decode_workspace(const hkv_group *group)
@@ -322,24 +332,35 @@ static void prefetch_header(const hkv_cpu_step *step, int32_t row, int32_t kv_he
     HKV_PREFETCH(hkv_layer_record(step->layer, hkv_cpu_row_block(step, row, block), kv_head));
 }
 
-/* L2 records of the item that some query token sees a token of. */
-static int32_t item_find_l2(const decode_job *job, decode_item *item)
+/* Keys of a record at INT4, on their way while something else is done. */
+static void prefetch_keys(const hkv_cpu_step *step, int32_t row, int32_t kv_head, int32_t block)
+{
+    const uint8_t *record = hkv_layer_record(step->layer, hkv_cpu_row_block(step, row, block), kv_head);
+    for (uint32_t byte = 0; byte < step->group->format.v_params_offset; byte += 64) HKV_PREFETCH(record + byte);
+}
+
+/* What is cold; returns how many of it are L2 records of which some query token sees a token. */
+static int32_t item_find_cold(const decode_job *job, decode_item *item)
 {
     const hkv_cpu_step *step = job->step;
-    int32_t n = 0;
+    const int32_t has_records = step->group->format.bits != 0;
+    int32_t n_l2 = 0;
     for (int32_t i = 0; i < item->n_blocks; i++) {
         hkv_cpu_source source;
         const hkv_record_header *header;
-        if (i + HEADERS_AHEAD < item->n_blocks)
+        item->cold[i] = (cold_block){.n_tokens = 0, .reading = BLOCK_OPEN};
+        if (has_records && i + HEADERS_AHEAD < item->n_blocks)
             prefetch_header(step, item->tile.row, item->tile.kv_head, item->first_block + i + HEADERS_AHEAD);
         if (!hkv_cpu_block_source(step, item->tile.row, item->tile.kv_head, item->first_block + i, &source)) continue;
-        if (source.kind != HKV_SOURCE_RECORD) continue;
+        if (has_records && source.kind != HKV_SOURCE_RECORD) continue;
+        item->cold[i].n_tokens = (int16_t)source.n_tokens;
+        item->cold[i].precision = (uint8_t)source.precision;
         header = (const hkv_record_header *)source.data;
-        if (header->tier != HKV_TIER_L2) continue;
-        item->reading[i] = BLOCK_AT_INT4;
-        item->l2[n++] = (l2_block){-INFINITY, header->mass_history, item->first_block + i, source.n_tokens};
+        if (!has_records || header->tier != HKV_TIER_L2) continue;
+        item->cold[i].reading = BLOCK_AT_INT4;
+        item->l2[n_l2++] = (l2_block){-INFINITY, header->mass_history, item->first_block + i, source.n_tokens};
     }
-    return n;
+    return n_l2;
 }
 
 static void item_bound_l2(const decode_job *job, decode_item *item, int32_t n)
@@ -359,16 +380,16 @@ static void item_bound_l2(const decode_job *job, decode_item *item, int32_t n)
     }
 }
 
-static void item_select_l2(const decode_job *job, decode_item *item)
+/* Of n_all records. */
+static void item_select_l2(const decode_job *job, decode_item *item, int32_t n_all)
 {
-    int32_t k = job->step->group->config.sparse_top_k, n_by_bound = (k + 1) / 2;
-    int32_t n_all = item_find_l2(job, item), n = n_all;
+    int32_t k = job->step->group->config.sparse_top_k, n_by_bound = (k + 1) / 2, n = n_all;
     if (n_all <= k) return;
     item_bound_l2(job, item, n_all);
     n = l2_take(item->l2, n, n_by_bound, 0);
     n = l2_take(item->l2, n, k - n_by_bound, 1);
     if (job->step->group->config.sparse_min_mass > 0.0f) n = l2_take_mass(job->step, item->l2, n, n_all);
-    for (int32_t i = 0; i < n; i++) item->reading[item->l2[i].block - item->first_block] = BLOCK_LEFT_OUT;
+    for (int32_t i = 0; i < n; i++) item->cold[item->l2[i].block - item->first_block].reading = BLOCK_LEFT_OUT;
     item->n_unselected = n;
 }
 
@@ -378,12 +399,19 @@ static void item_select_l2(const decode_job *job, decode_item *item)
 static int32_t item_cold_source(const decode_job *job, const decode_item *item, int32_t i, hkv_cpu_source *source)
 {
     const hkv_cpu_step *step = job->step;
-    int32_t block = item->first_block + i, is_cold;
-    if (item->reading[i] == BLOCK_LEFT_OUT) return 0;
-    if (!hkv_cpu_block_source(step, item->tile.row, item->tile.kv_head, block, source)) return 0;
-    is_cold = source->kind == HKV_SOURCE_RECORD || step->group->format.bits == 0;
-    if (job->is_survey || item->reading[i] == BLOCK_AT_INT4) source->precision = HKV_READ_INT4;
-    return is_cold;
+    const hkv_format *f = &step->group->format;
+    const cold_block cold = item->cold[i];
+    int32_t block = item->first_block + i, at_int4 = job->is_survey || cold.reading == BLOCK_AT_INT4;
+    if (cold.n_tokens == 0 || cold.reading == BLOCK_LEFT_OUT) return 0;
+    *source = (hkv_cpu_source){
+        .kind = f->bits == 0 ? HKV_SOURCE_PAGE : HKV_SOURCE_RECORD,
+        .precision = at_int4 ? HKV_READ_INT4 : (hkv_precision)cold.precision,
+        .data = hkv_layer_record(step->layer, hkv_cpu_row_block(step, item->tile.row, block), item->tile.kv_head),
+        .first_position = (int64_t)block * f->block_tokens,
+        .n_tokens = cold.n_tokens,
+        .logical_block = block,
+    };
+    return 1;
 }
 
 /* [n_sources, n_rows] LSEs of a call: into shares in a survey, else where masses are made from. */
@@ -424,6 +452,8 @@ static void item_attend_cold(const decode_job *job, decode_item *item, int32_t t
     hkv_cpu_source sources[CALL_SOURCES];
     float lse[CALL_SOURCES * CHUNK_ROWS];
     *progress = item_progress(job, item);
+    for (int32_t i = task * item->blocks_per_task; i < end && i < task * item->blocks_per_task + KEYS_AHEAD; i++)
+        prefetch_keys(job->step, item->tile.row, item->tile.kv_head, item->first_block + i);
     for (int32_t i = task * item->blocks_per_task; i < end; i++) {
         n += item_cold_source(job, item, i, &sources[n]);
         if (n == 0 || (n < CALL_SOURCES && i + 1 < end)) continue;
@@ -457,7 +487,7 @@ static int32_t keeps_mass(const decode_job *job)
     return job->step->batch->clock != NULL && job->step->group->format.bits != 0;
 }
 
-/* Before any row of the step is attended: the histories of a KV head's records decay once, whoever shares them, and
+/* Once a step, and before any mass of it is kept: the histories of a KV head's records decay, whoever shares them, and
  * their masses start again. A negative mass marks what is done. */
 static void head_decay_history(const decode_job *job, int32_t kv_head)
 {
@@ -474,12 +504,13 @@ static void head_decay_history(const decode_job *job, int32_t kv_head)
             header->mass = -1.0f;
         }
     }
-    atomic_store(&job->head_is_decayed[kv_head], 1);
 }
 
-/* Masses of the wave's items of one KV head into headers, which rows may share. */
+/* Masses of the wave's items of one KV head, all of which have ended, into headers, which rows may share. */
 static void head_keep_mass(const decode_job *job, int32_t kv_head)
 {
+    if (!job->head_is_decayed[kv_head]) head_decay_history(job, kv_head);
+    job->head_is_decayed[kv_head] = 1;
     for (int32_t n = 0; n < job->n_items; n++) {
         const decode_item *item = &job->items[n];
         if (item->tile.kv_head != kv_head || !row_keeps_mass(job->step, item->tile.row)) continue;
@@ -496,13 +527,12 @@ static void head_keep_mass(const decode_job *job, int32_t kv_head)
 
 static void item_prepare(const decode_job *job, decode_item *item)
 {
-    memset(item->reading, BLOCK_OPEN, (size_t)item->n_blocks);
+    int32_t n_l2 = item_find_cold(job, item);
     for (int32_t i = 0; i < item->n_blocks; i++) {
         item->block_mass[i] = 0.0f;
         item->shares[i] = -1.0f;
     }
-    if (keeps_mass(job)) hkv_threads_await(&job->head_is_decayed[item->tile.kv_head]);
-    if (job->step->group->format.bits != 0) item_select_l2(job, item);
+    item_select_l2(job, item, n_l2);
     item_start_chunk(job, item, 0);
     atomic_store(&item->is_ready, 1);
 }
@@ -579,7 +609,8 @@ static decode_item *round_item(const decode_job *job, int32_t cold_task)
 static void round_cold_task(const decode_job *job, int32_t cold_task)
 {
     decode_item *item = round_item(job, cold_task);
-    int32_t partial = cold_task - job->first_task[item - job->items];
+    int32_t partial =
+        job->first_task[item - job->items + 1] - 1 - cold_task; /* later blocks first: more is read there */
     hkv_threads_await(&item->is_ready);
     item_attend_cold(job, item, job->round * item->n_partials + partial, partial);
     if (atomic_fetch_sub(&item->n_open, 1) == 1) item_end_round(job, item);
@@ -589,16 +620,14 @@ static void round_task(void *ctx, int32_t task_idx, int32_t worker)
 {
     const decode_job *job = ctx;
     (void)worker;
-    if (task_idx < job->n_decays) {
-        head_decay_history(job, task_idx);
-    } else if (task_idx < job->n_decays + job->n_prepares) {
-        item_prepare(job, &job->items[task_idx - job->n_decays]);
+    if (task_idx < job->n_prepares) {
+        item_prepare(job, &job->items[task_idx]);
     } else {
-        round_cold_task(job, task_idx - job->n_decays - job->n_prepares);
+        round_cold_task(job, task_idx - job->n_prepares);
     }
 }
 
-/* All cold blocks of all items of the wave, after n_decays and n_prepares tasks of those kinds. */
+/* All cold blocks of all items of the wave, after n_prepares tasks of that kind. */
 static void wave_attend_cold(decode_job *job)
 {
     for (job->round = 0;; job->round++) {
@@ -609,9 +638,8 @@ static void wave_attend_cold(decode_job *job)
             job->first_task[i + 1] = job->first_task[i] + n_tasks;
         }
         if (job->first_task[job->n_items] == 0) return;
-        hkv_threads_run(job->step->threads, job->n_decays + job->n_prepares + job->first_task[job->n_items], round_task,
-                        job);
-        job->n_decays = job->n_prepares = 0;
+        hkv_threads_run(job->step->threads, job->n_prepares + job->first_task[job->n_items], round_task, job);
+        job->n_prepares = 0;
     }
 }
 
@@ -627,14 +655,14 @@ static void survey_decide(const decode_job *job, decode_item *item)
         if (item->shares[i] < 0.0f || !item_cold_source(job, item, i, &source)) continue;
         item->total.n_read++;
         if (item->shares[i] < config->skip_mass) {
-            item->reading[i] = BLOCK_LEFT_OUT;
+            item->cold[i].reading = BLOCK_LEFT_OUT;
             item->total.n_skipped++;
             item->total.skipped_share += (double)item->shares[i];
             item->total.n_bytes += f->v_params_offset;
             continue;
         }
         if (item->shares[i] < config->refine_mass) {
-            item->reading[i] = BLOCK_AT_INT4;
+            item->cold[i].reading = BLOCK_AT_INT4;
             source.precision = HKV_READ_INT4;
         }
         item->total.n_refined += source.precision > HKV_READ_INT4;
@@ -646,7 +674,6 @@ static void wave_of_chunks(decode_job *job)
 {
     decode_item *item = job->items;
     int32_t n_heads = job->step->group_heads;
-    for (; job->n_decays > 0; job->n_decays--) head_decay_history(job, job->n_decays - 1);
     item_prepare(job, item);
     item->is_decided = 1;
     if (job->step->group->format.bits != 0) {
@@ -730,10 +757,9 @@ void hkv_cpu_decode_rows(const hkv_cpu_step *step)
     decode_job job = {.step = step};
     job.items = hkv_cpu_arena_take(&arena, (size_t)max_items * sizeof(decode_item));
     job.first_task = hkv_cpu_arena_take(&arena, ((size_t)max_items + 1) * sizeof(int32_t));
-    job.head_is_decayed = hkv_cpu_arena_take(&arena, (size_t)group->n_kv_heads * sizeof(atomic_int));
+    job.head_is_decayed = hkv_cpu_arena_take(&arena, (size_t)group->n_kv_heads * sizeof(int32_t));
     job.head_n_open = hkv_cpu_arena_take(&arena, (size_t)group->n_kv_heads * sizeof(atomic_int));
-    for (int32_t h = 0; h < group->n_kv_heads; h++) atomic_init(&job.head_is_decayed[h], 0);
-    job.n_decays = keeps_mass(&job) ? group->n_kv_heads : 0; /* in the first wave */
+    memset(job.head_is_decayed, 0, (size_t)group->n_kv_heads * sizeof(int32_t));
     job.has_mass = step->args->mass != NULL || keeps_mass(&job);
     empty = arena;
     for (int32_t r = 0; r < step->batch->n_rows; r++) {
