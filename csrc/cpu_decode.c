@@ -452,7 +452,8 @@ static void item_attend_cold(const decode_job *job, decode_item *item, int32_t t
     hkv_cpu_source sources[CALL_SOURCES];
     float lse[CALL_SOURCES * CHUNK_ROWS];
     *progress = item_progress(job, item);
-    for (int32_t i = task * item->blocks_per_task; i < end && i < task * item->blocks_per_task + KEYS_AHEAD; i++)
+    for (int32_t i = task * item->blocks_per_task;
+         f->bits != 0 && i < end && i < task * item->blocks_per_task + KEYS_AHEAD; i++)
         prefetch_keys(job->step, item->tile.row, item->tile.kv_head, item->first_block + i);
     for (int32_t i = task * item->blocks_per_task; i < end; i++) {
         n += item_cold_source(job, item, i, &sources[n]);
@@ -609,8 +610,9 @@ static decode_item *round_item(const decode_job *job, int32_t cold_task)
 static void round_cold_task(const decode_job *job, int32_t cold_task)
 {
     decode_item *item = round_item(job, cold_task);
-    int32_t partial =
-        job->first_task[item - job->items + 1] - 1 - cold_task; /* later blocks first: more is read there */
+    int32_t partial = cold_task - job->first_task[item - job->items];
+    if (job->step->group->format.bits != 0) /* later blocks first, of which more is read */
+        partial = job->first_task[item - job->items + 1] - 1 - cold_task;
     hkv_threads_await(&item->is_ready);
     item_attend_cold(job, item, job->round * item->n_partials + partial, partial);
     if (atomic_fetch_sub(&item->n_open, 1) == 1) item_end_round(job, item);
