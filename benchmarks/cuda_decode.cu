@@ -14,36 +14,6 @@ using namespace harness;
 namespace
 {
 
-struct Row {
-    std::string name;
-    double us, must, aim, bytes, error;
-    std::string note;
-};
-std::vector<Row> table;
-std::vector<std::string> wanted;
-
-bool is_wanted(const std::string &name)
-{
-    if (wanted.empty()) return true;
-    for (const std::string &w : wanted)
-        if (name.find(w) != std::string::npos) return true;
-    return false;
-}
-void add_row(const Row &row)
-{
-    table.push_back(row);
-    std::printf("%-34s %8.2f us", row.name.c_str(), row.us);
-    if (row.must > 0)
-        std::printf("  must %6.1f aim %6.1f %s", row.must, row.aim,
-                    row.us <= row.aim    ? "aim "
-                    : row.us <= row.must ? "must"
-                                         : "MISS");
-    if (row.bytes > 0) std::printf("  %6.3f TB/s", row.bytes / row.us * 1e-6);
-    if (row.error >= 0) std::printf("  error %.1e", row.error);
-    std::printf("  %s\n", row.note.c_str());
-    std::fflush(stdout);
-}
-
 /* ------------------------------------------------------------------------------------------------------------ ceilings
  */
 
@@ -60,7 +30,7 @@ __global__ void __launch_bounds__(1024, 2) read_kernel(const uint4 *p, size_t n,
     }
     if (x == 0x12345678u) *sink = 1;
 }
-void time_reads()
+void time_reads(Table &table)
 {
     const size_t total = size_t(4) << 30;
     DeviceArray<uint8_t> memory(total);
@@ -76,7 +46,7 @@ void time_reads()
         });
         char name[64];
         std::snprintf(name, sizeof name, "read %.1f MB", mb);
-        add_row({name, us, 0, 0, double(n) * 16, -1, ""});
+        table.add({name, us, 0, 0, double(n) * 16, -1, ""});
     }
 }
 
@@ -92,15 +62,6 @@ Spec uniform(int rows, int older, int bits)
     s.sink_blocks = 0;
     return s;
 }
-/* Copies of the cache: at least 4, and 3 GB where they are small. */
-int copies_for(const Spec &s)
-{
-    hkv_format f;
-    hkv_format_init(&f, s.bits, 64, s.dim, s.dtype);
-    double bytes = 0;
-    for (int n : s.older) bytes += double(n) / 64 * f.record_bytes * s.n_kv_heads;
-    return int(std::max(4.0, std::min(24.0, 3e9 / bytes)));
-}
 double time_decode(const Case &c)
 {
     const int copies = c.spec().copies;
@@ -115,9 +76,10 @@ double error_of(Case &c)
     const Reference want = reference(c);
     return relative_error(c.output(), want.out, c.spec().dtype, want.unsure);
 }
-void decode_row(const std::string &name, Spec s, double must, double aim, int blocks_per_sm = 0, bool with_error = true)
+void decode_row(Table &table, const std::string &name, Spec s, double must, double aim, int blocks_per_sm = 0,
+                bool with_error = true)
 {
-    if (!is_wanted(name)) return;
+    if (!table.is_wanted(name)) return;
     s.copies = copies_for(s);
     Case c(s, blocks_per_sm);
     c.base_params().counters = nullptr;
@@ -126,13 +88,14 @@ void decode_row(const std::string &name, Spec s, double must, double aim, int bl
     char note[128];
     std::snprintf(note, sizeof note, "%d chunks, %d stages, %d blocks an SM", c.n_chunks(), c.shape().n_stages,
                   c.shape().blocks_per_sm);
-    add_row({name, us, must, aim, c.bytes(), error, note});
+    table.add({name, us, must, aim, c.bytes(), error, note});
 }
 
 /* Thresholds so that given shares of the records are skipped and refined: by bisection over what the kernel counts. */
-void progressive_row(const std::string &name, Spec s, double skipped, double refined, double must, double aim)
+void progressive_row(Table &table, const std::string &name, Spec s, double skipped, double refined, double must,
+                     double aim)
 {
-    if (!is_wanted(name)) return;
+    if (!table.is_wanted(name)) return;
     s.copies = copies_for(s);
     s.skip_mass = s.refine_mass = 0.5f;
     Case c(s);
@@ -165,7 +128,7 @@ void progressive_row(const std::string &name, Spec s, double skipped, double ref
     std::snprintf(note, sizeof note, "%d chunks, %d stages, skipped %.3f refined %.3f, %.0f bytes a record",
                   c.n_chunks(), c.shape().n_stages, double(n.n_records_skipped) / n.n_records_read,
                   double(n.n_records_refined) / n.n_records_read, double(n.n_bytes_read) / n.n_records_read);
-    add_row({name, us, must, aim, double(n.n_bytes_read), -1, note});
+    table.add({name, us, must, aim, double(n.n_bytes_read), -1, note});
 }
 
 /* --------------------------------------------------------------------------------------------------- append, begin */
@@ -213,23 +176,24 @@ struct AppendPlan {
     DeviceArray<int32_t> counts;
 };
 
-void append_rows()
+void append_rows(Table &table)
 {
-    if (!is_wanted("append")) return;
+    if (!table.is_wanted("append")) return;
     Spec s = uniform(32, 8192 + 31, 8);
     s.copies = 8;
     Case c(s);
     for (bool seal : {false, true}) {
         const AppendPlan append(c, seal ? 63 : 31);
         const double us = time_graph(64, [&](int i, cudaStream_t stream) { append.launch(c, i % s.copies, stream); });
-        add_row({seal ? "append B32, all rows seal" : "append B32", us, seal ? 6.0 : 3.0, seal ? 4.0 : 2.0, 0, -1, ""});
+        table.add(
+            {seal ? "append B32, all rows seal" : "append B32", us, seal ? 6.0 : 3.0, seal ? 4.0 : 2.0, 0, -1, ""});
     }
 }
 
 /* What a layer of a model launches: append, then decode. */
-void attend_row(const std::string &name, Spec s)
+void attend_row(Table &table, const std::string &name, Spec s)
 {
-    if (!is_wanted(name)) return;
+    if (!table.is_wanted(name)) return;
     s.copies = copies_for(s);
     Case c(s);
     c.base_params().counters = nullptr;
@@ -241,14 +205,14 @@ void attend_row(const std::string &name, Spec s)
         });
     char note[64];
     std::snprintf(note, sizeof note, "decode alone %.2f us", time_decode(c));
-    add_row({name, us, 0, 0, c.bytes(), -1, note});
+    table.add({name, us, 0, 0, c.bytes(), -1, note});
 }
 
 /* Decode steps of rows that all go on in a hot block. A step that no layer carries out is undone by the next one, so
  * begin is timed with an append of one layer and KV head after it, less that append alone. */
-void begin_row(const std::string &name, int n_rows, int length, double must, double aim)
+void begin_row(Table &table, const std::string &name, int n_rows, int length, double must, double aim)
 {
-    if (!is_wanted(name)) return;
+    if (!table.is_wanted(name)) return;
     const int width = ceil_div(length, 64), n_blocks = n_rows * width + 1;
     const plan_check::Shape shape = {n_rows, n_blocks, 2 * n_rows, 32, 0, width, n_rows, 0, true};
     std::vector<uint8_t> memory(plan_check::Tables(shape, nullptr).bytes);
@@ -290,72 +254,47 @@ void begin_row(const std::string &name, int n_rows, int length, double must, dou
         append(stream);
     });
     const double without = time_graph(64, [&](int, cudaStream_t stream) { append(stream); });
-    add_row({name, both - without, must, aim, 0, -1, "schedule included"});
+    table.add({name, both - without, must, aim, 0, -1, "schedule included"});
     const double schedule = time_graph(64, [&](int, cudaStream_t stream) {
         CHECK_CUDA(hkv::launch_schedule(device.schedule_input(0), device.schedule, stream));
     });
-    add_row({"schedule alone, " + name, schedule, 0, 0, 0, -1, ""});
-}
-
-void write_json(const char *path)
-{
-    FILE *f = std::fopen(path, "w");
-    if (!f) return;
-    cudaDeviceProp prop;
-    int driver = 0;
-    CHECK_CUDA(cudaGetDeviceProperties(&prop, 0));
-    CHECK_CUDA(cudaDriverGetVersion(&driver));
-    std::fprintf(f, "{\"device\": \"%s\", \"driver\": %d, \"rows\": [", prop.name, driver);
-    for (size_t i = 0; i < table.size(); i++)
-        std::fprintf(f,
-                     "%s\n  {\"name\": \"%s\", \"us\": %.3f, \"must\": %.1f, \"aim\": %.1f, \"bytes\": %.0f, "
-                     "\"error\": %.3e, \"note\": \"%s\"}",
-                     i ? "," : "", table[i].name.c_str(), table[i].us, table[i].must, table[i].aim, table[i].bytes,
-                     table[i].error, table[i].note.c_str());
-    std::fprintf(f, "\n]}\n");
-    std::fclose(f);
+    table.add({"schedule alone, " + name, schedule, 0, 0, 0, -1, ""});
 }
 
 } // namespace
 
 int main(int argc, char **argv)
 {
-    const char *json = nullptr;
-    for (int i = 1; i < argc; i++)
-        if (!std::strcmp(argv[i], "-o") && i + 1 < argc)
-            json = argv[++i];
-        else
-            wanted.push_back(argv[i]);
+    Table table(argc, argv);
 
-    if (is_wanted("read")) time_reads();
-    decode_row("INT8 B32x8K", uniform(32, 8192, 8), 135, 132);
-    decode_row("INT8 B8x32K", uniform(8, 32768, 8), 138, 133);
-    decode_row("INT8 B1x128K", uniform(1, 131072, 8), 73, 67);
-    decode_row("K8V4 B32x8K", uniform(32, 8192, 6), 113, 104);
-    decode_row("INT4 B32x8K", uniform(32, 8192, 4), 81, 73);
-    decode_row("INT4 B1x128K", uniform(1, 131072, 4), 46, 38);
-    decode_row("INT8 B4x2K", uniform(4, 2048, 8), 12, 9.5);
-    decode_row("INT8 B1x4K", uniform(1, 4096, 8), 8.5, 7);
-    decode_row("INT4 B4x2K", uniform(4, 2048, 4), 0, 0);
-    decode_row("INT4 B1x4K", uniform(1, 4096, 4), 0, 0);
-    decode_row("bits0 B32x8K", uniform(32, 8192, 0), 256, 245);
+    if (table.is_wanted("read")) time_reads(table);
+    decode_row(table, "INT8 B32x8K", uniform(32, 8192, 8), 135, 132);
+    decode_row(table, "INT8 B8x32K", uniform(8, 32768, 8), 138, 133);
+    decode_row(table, "INT8 B1x128K", uniform(1, 131072, 8), 73, 67);
+    decode_row(table, "K8V4 B32x8K", uniform(32, 8192, 6), 113, 104);
+    decode_row(table, "INT4 B32x8K", uniform(32, 8192, 4), 81, 73);
+    decode_row(table, "INT4 B1x128K", uniform(1, 131072, 4), 46, 38);
+    decode_row(table, "INT8 B4x2K", uniform(4, 2048, 8), 12, 9.5);
+    decode_row(table, "INT8 B1x4K", uniform(1, 4096, 8), 8.5, 7);
+    decode_row(table, "INT4 B4x2K", uniform(4, 2048, 4), 0, 0);
+    decode_row(table, "INT4 B1x4K", uniform(1, 4096, 4), 0, 0);
+    decode_row(table, "bits0 B32x8K", uniform(32, 8192, 0), 256, 245);
     {
         Spec s = uniform(32, 4096, 8);
         s.older[11] = 65536 + 32;
         hkv_format f;
         hkv_format_init(&f, 8, 64, 128, HKV_BF16);
         const double floor = (65536 + 31 * 4096) / 64.0 * 8 * f.record_bytes / 4.53e6;
-        decode_row("INT8 skewed 64K + 31x4K", s, 1.15 * floor + 6, 1.05 * floor + 5);
+        decode_row(table, "INT8 skewed 64K + 31x4K", s, 1.15 * floor + 6, 1.05 * floor + 5);
     }
-    progressive_row("progressive B32x8K 55/12", uniform(32, 8192, 8), 0.55, 0.12, 80, 66);
-    progressive_row("progressive B1x128K 90/3", uniform(1, 131072, 8), 0.90, 0.03, 36, 26);
-    progressive_row("progressive B1x128K 0/0", uniform(1, 131072, 8), 0.0, 0.0, 0, 0);
-    append_rows();
-    attend_row("append + decode, INT8 B32x8K", uniform(32, 8192, 8));
-    attend_row("append + decode, INT8 B1x4K", uniform(1, 4096, 8));
-    begin_row("begin B32x8K", 32, 8192 + 33, 10, 5);
-    begin_row("begin B1x128K", 1, 131072 + 33, 0, 0);
-    begin_row("begin B256x8K", 256, 8192 + 33, 0, 0);
-    if (json) write_json(json);
-    return 0;
+    progressive_row(table, "progressive B32x8K 55/12", uniform(32, 8192, 8), 0.55, 0.12, 80, 66);
+    progressive_row(table, "progressive B1x128K 90/3", uniform(1, 131072, 8), 0.90, 0.03, 36, 26);
+    progressive_row(table, "progressive B1x128K 0/0", uniform(1, 131072, 8), 0.0, 0.0, 0, 0);
+    append_rows(table);
+    attend_row(table, "append + decode, INT8 B32x8K", uniform(32, 8192, 8));
+    attend_row(table, "append + decode, INT8 B1x4K", uniform(1, 4096, 8));
+    begin_row(table, "begin B32x8K", 32, 8192 + 33, 10, 5);
+    begin_row(table, "begin B1x128K", 1, 131072 + 33, 0, 0);
+    begin_row(table, "begin B256x8K", 256, 8192 + 33, 0, 0);
+    return table.write_json() ? 0 : 1;
 }

@@ -12,33 +12,6 @@ using namespace harness;
 namespace
 {
 
-struct Row {
-    std::string name;
-    double us, must, aim, bytes;
-};
-std::vector<Row> table;
-std::vector<std::string> wanted;
-
-bool is_wanted(const std::string &name)
-{
-    for (const std::string &w : wanted)
-        if (name.find(w) != std::string::npos) return true;
-    return wanted.empty();
-}
-void add_row(const Row &row)
-{
-    table.push_back(row);
-    std::printf("%-52s %8.2f us", row.name.c_str(), row.us);
-    if (row.must > 0)
-        std::printf("  must %5.1f aim %5.1f %s", row.must, row.aim,
-                    row.us <= row.aim    ? "aim "
-                    : row.us <= row.must ? "must"
-                                         : "MISS");
-    if (row.bytes > 0) std::printf("  %6.3f TB/s", row.bytes / row.us * 1e-6);
-    std::printf("\n");
-    std::fflush(stdout);
-}
-
 Spec uniform(int rows, int older, int bits)
 {
     Spec s;
@@ -49,15 +22,6 @@ Spec uniform(int rows, int older, int bits)
     s.skip_mass = 1e-30f; /* selects the progressive kernel, the one that reads a mask */
     s.refine_mass = 1e30f;
     return s;
-}
-/* Copies of the cache: at least 4, and 3 GB where they are small. */
-int copies_for(const Spec &s)
-{
-    hkv_format f;
-    hkv_format_init(&f, s.bits, 64, s.dim, s.dtype);
-    double bytes = 0;
-    for (int n : s.older) bytes += double(n) / 64 * f.record_bytes * s.n_kv_heads;
-    return int(std::max(4.0, std::min(24.0, 3e9 / bytes)));
 }
 
 /* -------------------------------------------------------------------------------------------------------- selection */
@@ -109,9 +73,9 @@ struct Selection {
     }
 };
 
-void select_rows(const std::string &name, Spec s, int top_k, uint32_t per_1024, double must, double aim)
+void select_rows(Table &table, const std::string &name, Spec s, int top_k, uint32_t per_1024, double must, double aim)
 {
-    if (!is_wanted(name)) return;
+    if (!table.is_wanted(name)) return;
     s.copies = copies_for(s);
     Case c(s);
     for (int i = 0; i < s.copies; i++) demote_kernel<<<1056, 256>>>(c.layer(i), per_1024);
@@ -124,25 +88,25 @@ void select_rows(const std::string &name, Spec s, int top_k, uint32_t per_1024, 
     const int n = s.copies * std::max(1, (20 + s.copies - 1) / s.copies);
     const double bytes =
         double(c.params().layer.n_blocks) * s.n_kv_heads * (64 + per_1024 / 1024. * 4 * c.format().stored_dim);
-    add_row({"select " + name,
-             time_graph(n, [&](int i, cudaStream_t stream) { selection.launch(c, i % s.copies, stream); }), 0, 0,
-             bytes});
-    add_row({"select + decode " + name,
-             time_graph(n,
-                        [&](int i, cudaStream_t stream) {
-                            selection.launch(c, i % s.copies, stream);
-                            c.launch(i % s.copies, stream);
-                        }),
-             must, aim, 0});
-    add_row({"decode with that mask " + name,
-             time_graph(n, [&](int i, cudaStream_t stream) { c.launch(i % s.copies, stream); }), 0, 0, 0});
+    table.add({"select " + name,
+               time_graph(n, [&](int i, cudaStream_t stream) { selection.launch(c, i % s.copies, stream); }), 0, 0,
+               bytes});
+    table.add({"select + decode " + name,
+               time_graph(n,
+                          [&](int i, cudaStream_t stream) {
+                              selection.launch(c, i % s.copies, stream);
+                              c.launch(i % s.copies, stream);
+                          }),
+               must, aim, 0});
+    table.add({"decode with that mask " + name,
+               time_graph(n, [&](int i, cudaStream_t stream) { c.launch(i % s.copies, stream); }), 0, 0, 0});
 }
 
 /* ----------------------------------------------------------------------------------------------------------- masses */
 
-void mass_row(const std::string &name, Spec s)
+void mass_row(Table &table, const std::string &name, Spec s)
 {
-    if (!is_wanted("mass " + name)) return;
+    if (!table.is_wanted("mass " + name)) return;
     s.skip_mass = s.refine_mass = 0;
     s.copies = copies_for(s);
     Case c(s);
@@ -155,7 +119,7 @@ void mass_row(const std::string &name, Spec s)
     });
     const hkv_format &f = c.format();
     const double record = f.v_params_offset + (s.bits == 4 ? 0.0 : double(f.plane_bytes));
-    add_row({"mass " + name, us, 0, 0, double(c.params().layer.n_blocks) * s.n_kv_heads * record});
+    table.add({"mass " + name, us, 0, 0, double(c.params().layer.n_blocks) * s.n_kv_heads * record});
 }
 
 /* --------------------------------------------------------------------------------------------------------- prefetch */
@@ -184,9 +148,9 @@ __global__ void router_kernel(int64_t clocks)
 
 /* A layer of a mixture of experts, then the next layer's attention: how much shorter is it if the hot pages are
  * prefetched on another stream while the router runs? */
-void prefetch_rows(const std::string &name, Spec s, int hot_tokens, double expert_mb)
+void prefetch_rows(Table &table, const std::string &name, Spec s, int hot_tokens, double expert_mb)
 {
-    if (!is_wanted("prefetch " + name)) return;
+    if (!table.is_wanted("prefetch " + name)) return;
     s.skip_mass = s.refine_mass = 0;
     s.hot_tokens = hot_tokens;
     s.sink_blocks = 1;
@@ -227,50 +191,28 @@ void prefetch_rows(const std::string &name, Spec s, int hot_tokens, double exper
         times[1] = std::min(times[1], plain.median() / n);
         times[2] = std::min(times[2], with.median() / n);
     }
-    add_row({"prefetch " + name + ": router + experts", times[0], 0, 0, 0});
-    add_row({"prefetch " + name + ": + attention", times[1], 0, 0, 0});
-    add_row({"prefetch " + name + ": + attention, prefetched", times[2], 0, 0, 0});
+    table.add({"prefetch " + name + ": router + experts", times[0], 0, 0, 0});
+    table.add({"prefetch " + name + ": + attention", times[1], 0, 0, 0});
+    table.add({"prefetch " + name + ": + attention, prefetched", times[2], 0, 0, 0});
     CHECK_CUDA(cudaEventDestroy(fork));
     CHECK_CUDA(cudaEventDestroy(join));
     CHECK_CUDA(cudaStreamDestroy(side));
-}
-
-void write_json(const char *path)
-{
-    FILE *f = std::fopen(path, "w");
-    if (!f) return;
-    cudaDeviceProp prop;
-    int driver = 0;
-    CHECK_CUDA(cudaGetDeviceProperties(&prop, 0));
-    CHECK_CUDA(cudaDriverGetVersion(&driver));
-    std::fprintf(f, "{\"device\": \"%s\", \"driver\": %d, \"rows\": [", prop.name, driver);
-    for (size_t i = 0; i < table.size(); i++)
-        std::fprintf(f, "%s\n  {\"name\": \"%s\", \"us\": %.3f, \"must\": %.1f, \"aim\": %.1f, \"bytes\": %.0f}",
-                     i ? "," : "", table[i].name.c_str(), table[i].us, table[i].must, table[i].aim, table[i].bytes);
-    std::fprintf(f, "\n]}\n");
-    std::fclose(f);
 }
 
 } // namespace
 
 int main(int argc, char **argv)
 {
-    const char *json = nullptr;
-    for (int i = 1; i < argc; i++)
-        if (!std::strcmp(argv[i], "-o") && i + 1 < argc)
-            json = argv[++i];
-        else
-            wanted.push_back(argv[i]);
-    select_rows("B1x128K, all L2, 128 of 2048", uniform(1, 131072, 8), 128, 1024, 22, 17);
-    select_rows("B32x8K, all L2, 32 of 128", uniform(32, 8192, 8), 32, 1024, 0, 0);
-    select_rows("B32x8K, no L2", uniform(32, 8192, 8), 32, 0, 0, 0);
-    mass_row("INT8 B1x128K", uniform(1, 131072, 8));
-    mass_row("INT8 B32x8K", uniform(32, 8192, 8));
-    prefetch_rows("B1x8K, hot 32, experts 75 MB", uniform(1, 8192, 8), 32, 75);
-    prefetch_rows("B1x8K, hot 128, experts 352 MB", uniform(1, 8192, 8), 128, 352);
-    prefetch_rows("B32x2K, hot 32, experts 20 MB", uniform(32, 2048, 8), 32, 20);
-    prefetch_rows("B32x2K, hot 128, experts 75 MB", uniform(32, 2048, 8), 128, 75);
-    prefetch_rows("B32x8K, hot 32, experts 352 MB", uniform(32, 8192, 8), 32, 352);
-    if (json) write_json(json);
-    return 0;
+    Table table(argc, argv);
+    select_rows(table, "B1x128K, all L2, 128 of 2048", uniform(1, 131072, 8), 128, 1024, 22, 17);
+    select_rows(table, "B32x8K, all L2, 32 of 128", uniform(32, 8192, 8), 32, 1024, 0, 0);
+    select_rows(table, "B32x8K, no L2", uniform(32, 8192, 8), 32, 0, 0, 0);
+    mass_row(table, "INT8 B1x128K", uniform(1, 131072, 8));
+    mass_row(table, "INT8 B32x8K", uniform(32, 8192, 8));
+    prefetch_rows(table, "B1x8K, hot 32, experts 75 MB", uniform(1, 8192, 8), 32, 75);
+    prefetch_rows(table, "B1x8K, hot 128, experts 352 MB", uniform(1, 8192, 8), 128, 352);
+    prefetch_rows(table, "B32x2K, hot 32, experts 20 MB", uniform(32, 2048, 8), 32, 20);
+    prefetch_rows(table, "B32x2K, hot 128, experts 75 MB", uniform(32, 2048, 8), 128, 75);
+    prefetch_rows(table, "B32x8K, hot 32, experts 352 MB", uniform(32, 8192, 8), 32, 352);
+    return table.write_json() ? 0 : 1;
 }

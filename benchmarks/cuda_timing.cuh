@@ -1,6 +1,12 @@
-/* cuda_timing.cuh - times of launches inside CUDA graphs, for the benchmarks. */
+/* cuda_timing.cuh - times of launches inside CUDA graphs, and the table of them, for the benchmarks. */
 #ifndef HKV_BENCHMARKS_CUDA_TIMING_CUH
 #define HKV_BENCHMARKS_CUDA_TIMING_CUH
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <vector>
 
 #include "../tests/cuda/harness.cuh"
 
@@ -66,6 +72,92 @@ template <typename F> double time_graph(int n, F launch)
 {
     return TimedGraph(n, launch).median() / n;
 }
+
+/* Copies of the cache: at least 4, and 3 GB where they are small. */
+int copies_for(const Spec &s)
+{
+    hkv_format f;
+    hkv_format_init(&f, s.bits, 64, s.dim, s.dtype);
+    double bytes = 0;
+    for (int n : s.older) bytes += double(n) / 64 * f.record_bytes * s.n_kv_heads;
+    return int(std::max(4.0, std::min(24.0, 3e9 / bytes)));
+}
+/* One line of a benchmark's results; what does not apply is 0, an error below 0. */
+struct Row {
+    std::string name;
+    double us, must = 0, aim = 0, bytes = 0, error = -1;
+    std::string note = "";
+};
+
+/* The rows of a program called as `program [-o FILE.json] [NAME...]`. */
+class Table
+{
+  public:
+    Table(int argc, char **argv)
+    {
+        for (int i = 0; i < argc; i++) command_ += (i ? " " : "") + std::string(argv[i]);
+        for (int i = 1; i < argc; i++)
+            if (!std::strcmp(argv[i], "-o") && i + 1 < argc)
+                path_ = argv[++i];
+            else
+                wanted_.push_back(argv[i]);
+    }
+    /* Whether `name` contains one of NAME; all do where there is none. */
+    bool is_wanted(const std::string &name) const
+    {
+        for (const std::string &w : wanted_)
+            if (name.find(w) != std::string::npos) return true;
+        return wanted_.empty();
+    }
+    void add(const Row &row)
+    {
+        rows_.push_back(row);
+        std::printf("%-52s %8.2f us", row.name.c_str(), row.us);
+        if (row.must > 0)
+            std::printf("  must %6.1f aim %6.1f %s", row.must, row.aim,
+                        row.us <= row.aim    ? "aim "
+                        : row.us <= row.must ? "must"
+                                             : "MISS");
+        if (row.bytes > 0) std::printf("  %6.3f TB/s", row.bytes / row.us * 1e-6);
+        if (row.error >= 0) std::printf("  error %.1e", row.error);
+        std::printf("  %s\n", row.note.c_str());
+        std::fflush(stdout);
+    }
+    /* Into FILE.json, if one was named; false if that fails. The commit is that of the environment's HKV_COMMIT. */
+    bool write_json() const
+    {
+        if (!path_) return true;
+        std::FILE *f = std::fopen(path_, "w");
+        if (!f) {
+            std::fprintf(stderr, "cannot write %s\n", path_);
+            return false;
+        }
+        cudaDeviceProp prop;
+        int driver = 0, runtime = 0;
+        CHECK_CUDA(cudaGetDeviceProperties(&prop, 0));
+        CHECK_CUDA(cudaDriverGetVersion(&driver));
+        CHECK_CUDA(cudaRuntimeGetVersion(&runtime));
+        const char *commit = std::getenv("HKV_COMMIT");
+        std::fprintf(f, "{\n \"machine\": {\n  \"gpu\": \"%s\",\n  \"driver_cuda\": \"%d.%d\",\n", prop.name,
+                     driver / 1000, driver % 1000 / 10);
+        std::fprintf(f, "  \"cuda\": \"%d.%d\",\n  \"command\": \"%s\",\n  \"commit\": \"%s\"\n },\n \"rows\": [",
+                     runtime / 1000, runtime % 1000 / 10, command_.c_str(), commit ? commit : "not noted");
+        for (size_t i = 0; i < rows_.size(); i++)
+            std::fprintf(f,
+                         "%s\n  {\"name\": \"%s\", \"us\": %.3f, \"must\": %.1f, \"aim\": %.1f, \"bytes\": %.0f, "
+                         "\"error\": %.3e, \"note\": \"%s\"}",
+                         i ? "," : "", rows_[i].name.c_str(), rows_[i].us, rows_[i].must, rows_[i].aim, rows_[i].bytes,
+                         rows_[i].error, rows_[i].note.c_str());
+        std::fprintf(f, "\n ]\n}\n");
+        return std::fclose(f) == 0;
+    }
+
+  private:
+    std::string command_;
+    const char *path_ = nullptr;
+    std::vector<std::string> wanted_;
+    std::vector<Row> rows_;
+};
 
 } // namespace harness
 
