@@ -147,7 +147,6 @@ TABLES = {
     "quality": quality_table,
     "gpu": gpu_table,
     "gpu-rows": lambda: gpu_rows_table("decode_h200"),
-    "gpu-peers": lambda: gpu_rows_table("decode_h200_peers"),
 }
 PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md")
 
