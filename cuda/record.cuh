@@ -39,8 +39,8 @@ struct NewTokens {
 
 /* Phases 1 to 4 of a layer (docs/transitions.md): victims, restores, new tokens, headers, seals. At most max_segments
  * segments are in the plan, whose table has room for as many; clock may be NULL. Clamped elements are added to
- * counters->n_nonfinite_inputs, if there are counters. The plan and pages of earlier steps are read before the wait: the
- * predecessor in the stream must have nothing to do with them. */
+ * counters->n_nonfinite_inputs, if there are counters. The plan and pages of earlier steps are read before the wait:
+ * the predecessor in the stream must have nothing to do with them. */
 cudaError_t launch_append(const LayerView &layer, const hkv_plan &plan, int max_segments, const NewTokens &tokens,
                           const int64_t *clock, cudaStream_t stream, hkv_counters *counters = nullptr);
 
