@@ -123,7 +123,8 @@ class Table
         std::printf("  %s\n", row.note.c_str());
         std::fflush(stdout);
     }
-    /* Into FILE.json, if one was named; false if that fails. The commit is that of the environment's HKV_COMMIT. */
+    /* Into FILE.json, if one was named; false if that fails. The commit is that of the environment's HYBRIDKV_COMMIT.
+     */
     bool write_json() const
     {
         if (!path_) return true;
@@ -137,7 +138,7 @@ class Table
         CHECK_CUDA(cudaGetDeviceProperties(&prop, 0));
         CHECK_CUDA(cudaDriverGetVersion(&driver));
         CHECK_CUDA(cudaRuntimeGetVersion(&runtime));
-        const char *commit = std::getenv("HKV_COMMIT");
+        const char *commit = std::getenv("HYBRIDKV_COMMIT");
         std::fprintf(f, "{\n \"machine\": {\n  \"gpu\": \"%s\",\n  \"driver_cuda\": \"%d.%d\",\n", prop.name,
                      driver / 1000, driver % 1000 / 10);
         std::fprintf(f, "  \"cuda\": \"%d.%d\",\n  \"command\": \"%s\",\n  \"commit\": \"%s\"\n },\n \"rows\": [",
