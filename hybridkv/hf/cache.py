@@ -379,8 +379,19 @@ class HybridCache(Cache):
         """Open a forward pass whose first layer brings `key` ``[B, Hkv, q, D]``; `held` as in `_Forward`."""
         core = self._ensure_core(key)
         self._ensure_rows(core, key.shape[0])
-        counts = [key.shape[2]] * len(self._rows) if held is None else held.sum(1).tolist()
-        self._forward = _Forward(core.step(self._rows, counts), len(self._rows), key.shape[2], held, key.device)
+        return self._open(core, key.shape[2], held, key.device)
+
+    def _open(
+        self,
+        core: hybridkv.Cache,
+        n_columns: int,
+        held: torch.Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> _Forward:
+        """Open a forward pass; `held` and `device` as in `_Forward`."""
+        n_rows = len(self._rows)
+        counts = [n_columns] * n_rows if held is None else held.sum(1).tolist()
+        self._forward = _Forward(core.step(self._rows, counts), n_rows, n_columns, held, device)
         return self._forward
 
     def _close(self, forward: _Forward) -> None:
@@ -424,9 +435,7 @@ class HybridCache(Cache):
             If the new tokens do not fit; nothing changed.
         """
         self._rollback()
-        n_rows = len(self._rows)
-        step = self._require_core().step(self._rows, [n_columns] * n_rows)
-        self._forward = _Forward(step, n_rows, n_columns)
+        self._open(self._require_core(), n_columns)
 
     def replay_pass(self, graph: Any) -> None:
         """A forward pass of one token for every row, by launching a graph that was captured after `begin_pass`.
