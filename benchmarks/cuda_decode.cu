@@ -65,8 +65,7 @@ Spec uniform(int rows, int older, int bits)
 double time_decode(const Case &c)
 {
     const int copies = c.spec().copies;
-    return time_graph(copies * std::max(1, (20 + copies - 1) / copies),
-                      [&](int i, cudaStream_t s) { c.launch(i % copies, s); });
+    return time_graph(launches_for(copies), [&](int i, cudaStream_t s) { c.launch(i % copies, s); });
 }
 double error_of(Case &c)
 {
@@ -198,11 +197,10 @@ void attend_row(Table &table, const std::string &name, Spec s)
     Case c(s);
     c.base_params().counters = nullptr;
     const AppendPlan append(c, s.older[0] % hkv::kBlockTokens);
-    const double us =
-        time_graph(s.copies * std::max(1, (20 + s.copies - 1) / s.copies), [&](int i, cudaStream_t stream) {
-            append.launch(c, i % s.copies, stream);
-            c.launch(i % s.copies, stream);
-        });
+    const double us = time_graph(launches_for(s.copies), [&](int i, cudaStream_t stream) {
+        append.launch(c, i % s.copies, stream);
+        c.launch(i % s.copies, stream);
+    });
     char note[64];
     std::snprintf(note, sizeof note, "decode alone %.2f us", time_decode(c));
     table.add({name, us, 0, 0, c.bytes(), -1, note});

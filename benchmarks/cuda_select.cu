@@ -85,7 +85,7 @@ void select_rows(Table &table, const std::string &name, Spec s, int top_k, uint3
     d.counters = nullptr;
     d.read_mask = selection.mask.get();
     d.mask_words = selection.p.mask_words;
-    const int n = s.copies * std::max(1, (20 + s.copies - 1) / s.copies);
+    const int n = launches_for(s.copies);
     const double bytes =
         double(c.params().layer.n_blocks) * s.n_kv_heads * (64 + per_1024 / 1024. * 4 * c.format().stored_dim);
     table.add({"select " + name,
@@ -113,7 +113,7 @@ void mass_row(Table &table, const std::string &name, Spec s)
     c.launch(0); /* some lse */
     const int64_t stride = c.max_blocks();
     DeviceArray<float> mass(size_t(s.n_rows()) * s.n_kv_heads * stride);
-    const int n = s.copies * std::max(1, (20 + s.copies - 1) / s.copies);
+    const int n = launches_for(s.copies);
     const double us = time_graph(n, [&](int i, cudaStream_t stream) {
         CHECK_CUDA(hkv::launch_mass({c.params(i % s.copies), s.n_rows(), mass.get(), stride}, stream));
     });
@@ -183,7 +183,7 @@ void prefetch_rows(Table &table, const std::string &name, Spec s, int hot_tokens
             if (kind != kNoAttention) c.launch(i % s.copies, stream);
         };
     };
-    const int n = s.copies * std::max(1, (20 + s.copies - 1) / s.copies);
+    const int n = launches_for(s.copies);
     TimedGraph none(n, chain(kNoAttention)), plain(n, chain(kPlain)), with(n, chain(kPrefetch));
     double times[3] = {1e30, 1e30, 1e30}; /* alternating, the best of four medians */
     for (int round = 0; round < 4; round++) {

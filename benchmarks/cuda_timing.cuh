@@ -82,6 +82,11 @@ int copies_for(const Spec &s)
     for (int n : s.older) bytes += double(n) / 64 * f.record_bytes * s.n_kv_heads;
     return int(std::max(4.0, std::min(24.0, 3e9 / bytes)));
 }
+/* Launches of a graph in which all copies have equally many turns: at least 20. */
+int launches_for(int copies)
+{
+    return copies * std::max(1, ceil_div(20, copies));
+}
 /* One line of a benchmark's results; what does not apply is 0, an error below 0. */
 struct Row {
     std::string name;
