@@ -17,6 +17,8 @@
  * will want them: ldmatrix hands a lane the eight elements of one A fragment (transposed for V), which are one word of
  * each plane.
  *
+ * Common head sizes are template parameters: with a general format half of all instructions would compute addresses.
+ *
  * A block without clamped elements and without subnormal scales, and full, needs no care: elements are their own
  * clamped values, and codes end up in 8..248 by themselves (csrc/format.h). All others take the same way with care.
  */
@@ -34,6 +36,7 @@ namespace
 {
 
 constexpr int kThreads = 512;
+constexpr int kBlocksPerSm = 2;
 constexpr int kWarps = kThreads / 32;
 constexpr int kLanesPerToken = kThreads / kBlockTokens;
 
@@ -89,6 +92,12 @@ template <int kDtype> struct PairRange {
  * the rest to 0..1 costs nothing. */
 using GroupParams = float2;
 
+/* n / d where d follows from the head size: a known one is left to the compiler. */
+template <int kDim> __device__ __forceinline__ int divide(int n, int d)
+{
+    return kDim ? n / d : Divisor(d).divide(n);
+}
+
 /* Dynamic shared memory of one block of tokens. */
 struct Staging {
     uint8_t *rows;         /* a row page: 8 tokens' chunks of the same channels lie in different banks */
@@ -121,6 +130,7 @@ inline size_t staging_bytes(const hkv_format &f)
 /* Start to fetch the first n_tokens rows of a row page. */
 __device__ void stage_page(const hkv_format &f, const Staging &s, const uint8_t *page, int n_tokens)
 {
+#pragma unroll 4
     for (int i = 16 * threadIdx.x; i < n_tokens * f.row_bytes; i += 16 * kThreads)
         __pipeline_memcpy_async(s.rows + i, page + i, 16);
     __pipeline_commit();
@@ -143,13 +153,13 @@ __device__ __forceinline__ uint4 load_elements(const uint16_t *p)
 }
 
 /* Bring new tokens to where they are wanted, from token `offset` on: in a row page and in shared memory, or NULL. */
+template <int kDim>
 __device__ void take_tokens(const hkv_format &f, const Source &source, int offset, int n_tokens, uint8_t *page,
                             uint8_t *staged)
 {
     const int chunks = f.row_bytes / 16;
-    const Divisor by_chunks(chunks);
     for (int i = threadIdx.x; i < n_tokens * chunks; i += kThreads) {
-        const int token = by_chunks.divide(i), chunk = i - token * chunks;
+        const int token = divide<kDim>(i, chunks), chunk = i - token * chunks;
         const bool is_v = 2 * chunk >= chunks;
         const int channel = 8 * (is_v ? chunk - chunks / 2 : chunk);
         const size_t at = hkv_row_chunk_offset(&f, offset + token, chunk);
@@ -169,10 +179,10 @@ __device__ __forceinline__ int n_key_slices(const hkv_format &f)
 }
 
 /* Ranges of all groups of a full block, K's slice by slice. */
-template <int kDtype> __device__ void measure_groups(const hkv_format &f, const Staging &s)
+template <int kDtype, int kDim> __device__ void measure_groups(const hkv_format &f, const Staging &s)
 {
     const int n_pairs = f.stored_dim / 2, n_slices = n_key_slices(f), n_tokens = kBlockTokens / n_slices;
-    const int slice = Divisor(n_pairs).divide(threadIdx.x), pair = static_cast<int>(threadIdx.x) - slice * n_pairs;
+    const int thread = threadIdx.x, slice = divide<kDim>(thread, n_pairs), pair = thread - slice * n_pairs;
     if (slice < n_slices) {
         PairRange<kDtype> range;
 #pragma unroll 4
@@ -235,17 +245,25 @@ __device__ bool make_params(float2 range, uint16_t *scale_of_record, GroupParams
     return is_subnormal || !(range.x >= -HKV_MAX_FINITE && range.y <= HKV_MAX_FINITE);
 }
 
-/* Parameters of all groups; a thread each. Returns whether a group of this thread needs care. */
+/* Groups of a block: a channel of K each, then tokens of V. */
+__device__ __forceinline__ int n_groups_of(const hkv_format &f)
+{
+    return f.stored_dim + f.n_value_groups * kBlockTokens;
+}
+/* Parameters of all groups. Returns whether a group of this thread needs care. */
 template <int kDtype> __device__ bool make_all_params(const hkv_format &f, const Staging &s, uint8_t *record)
 {
-    const int i = threadIdx.x, j = i - f.stored_dim;
-    const bool is_key = i < f.stored_dim;
-    if (!is_key && j >= f.n_value_groups * kBlockTokens) return false;
-    const float2 range = is_key ? key_range<kDtype>(f, s, i) : s.v_range[j];
-    const int index =
-        is_key ? hkv_k_param_index(i) : hkv_v_param_index(&f, j % kBlockTokens, j / kBlockTokens * HKV_VALUE_GROUP);
-    uint16_t *params = reinterpret_cast<uint16_t *>(record + (is_key ? f.k_params_offset : f.v_params_offset)) + index;
-    return make_params(range, params, is_key ? s.k_params + i : s.v_params + j);
+    bool needs_care = false;
+    for (int i = threadIdx.x; i < n_groups_of(f); i += kThreads) {
+        const int j = i - f.stored_dim;
+        const bool is_k = j < 0;
+        const uint32_t at =
+            is_k ? f.k_params_offset / 2 + hkv_k_param_index(i)
+                 : f.v_params_offset / 2 + hkv_v_param_index(&f, j % kBlockTokens, j / kBlockTokens * HKV_VALUE_GROUP);
+        needs_care |= make_params(is_k ? key_range<kDtype>(f, s, i) : s.v_range[j],
+                                  reinterpret_cast<uint16_t *>(record) + at, is_k ? s.k_params + i : s.v_params + j);
+    }
+    return needs_care;
 }
 
 /* The same with care: a running step 1, the range of unchanged elements and of clamped ones. */
@@ -277,29 +295,33 @@ struct CarefulRange {
     }
 };
 
-/* Parameters of all groups of n_tokens tokens, a thread each; those without tokens or channels are 0. Returns to every
- * thread the number of clamped elements. */
+/* Parameters of all groups of n_tokens tokens; those without tokens or channels are 0. Returns to every thread the
+ * number of clamped elements. */
 template <int kDtype>
 __device__ int make_careful_params(const hkv_format &f, const Staging &s, int n_tokens, uint8_t *record)
 {
-    const int i = threadIdx.x, j = i - f.stored_dim;
-    CarefulRange range;
-    if (i < f.stored_dim) {
-        for (int t = 0; t < n_tokens && i < f.head_dim; t++) range.add(to_float<kDtype>(s.element(f, false, t, i)));
-        range.make_params(reinterpret_cast<uint16_t *>(record + f.k_params_offset) + hkv_k_param_index(i),
-                          s.k_params + i);
-    } else if (j < f.n_value_groups * kBlockTokens) {
-        const int token = j % kBlockTokens, first = j / kBlockTokens * HKV_VALUE_GROUP;
-        for (int c = first; c < min(f.head_dim, first + HKV_VALUE_GROUP) && token < n_tokens; c++)
-            range.add(to_float<kDtype>(s.element(f, true, token, c)));
-        range.make_params(reinterpret_cast<uint16_t *>(record + f.v_params_offset) +
-                              hkv_v_param_index(&f, token, first),
-                          s.v_params + j);
-    }
     __shared__ int n_changed;
     if (threadIdx.x == 0) n_changed = 0;
     __syncthreads();
-    if (range.n_changed) atomicAdd(&n_changed, range.n_changed);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < n_groups_of(f); i += kThreads) {
+        const int j = i - f.stored_dim, token = j % kBlockTokens, first = j / kBlockTokens * HKV_VALUE_GROUP;
+        CarefulRange range;
+        if (j < 0) {
+#pragma unroll 1
+            for (int t = 0; t < n_tokens && i < f.head_dim; t++) range.add(to_float<kDtype>(s.element(f, false, t, i)));
+            range.make_params(reinterpret_cast<uint16_t *>(record + f.k_params_offset) + hkv_k_param_index(i),
+                              s.k_params + i);
+        } else {
+#pragma unroll 1
+            for (int c = first; c < min(f.head_dim, first + HKV_VALUE_GROUP) && token < n_tokens; c++)
+                range.add(to_float<kDtype>(s.element(f, true, token, c)));
+            range.make_params(reinterpret_cast<uint16_t *>(record + f.v_params_offset) +
+                                  hkv_v_param_index(&f, token, first),
+                              s.v_params + j);
+        }
+        if (range.n_changed) atomicAdd(&n_changed, range.n_changed);
+    }
     __syncthreads();
     return n_changed;
 }
@@ -324,48 +346,43 @@ __device__ __forceinline__ uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t 
     return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-__device__ __forceinline__ void push_word(uint4 &words, uint32_t word)
-{
-    words = make_uint4(words.y, words.z, words.w, word);
-}
+/* Codes of one tile's part of a plane pair, a word a lane at a time: 16 channels of K or V, elements to nibbles. */
+template <int kDtype, bool kWithCare> struct WordWriter {
+    const hkv_format &f;
+    int lane, tile, step_group, n_tokens;
+    bool is_v;
+    uint32_t rows;
+    const GroupParams *params; /* of this lane's columns */
 
-/* Words of four 16-channel steps of one tile (two where stored_dim % 64 = 32), a lane's part: from elements to planes.
- */
-template <int kDtype, bool kWithCare>
-__device__ void write_words(const hkv_format &f, const Staging &s, bool is_v, int tile, int step_group, int n_tokens,
-                            uint8_t *record)
-{
-    const int lane = threadIdx.x % 32, column = 2 * (lane % 4), matrix = lane / 8;
-    const int n_words = step_group * 64 + 64 <= f.stored_dim ? 4 : 2;
-    /* Rows of the four 8 x 8 matrices: tokens. A's rows are K's tokens and V's channels. */
-    const int token_of_matrix = tile * 16 + lane % 8 + 8 * (is_v ? matrix >> 1 : matrix & 1);
-    const int chunk_of_matrix = (is_v ? f.stored_dim / 8 : 0) + step_group * 8 + (is_v ? matrix & 1 : matrix >> 1);
-    const uint32_t rows = shared_address(s.rows);
-    const GroupParams *params =
-        is_v ? s.v_params + step_group * 64 / HKV_VALUE_GROUP * kBlockTokens + tile * 16 : s.k_params + step_group * 64;
-    uint4 high_words = make_uint4(0, 0, 0, 0), low_words = high_words; /* the last n_words of each */
-    /* Not unrolled: a warp comes here once, so fetching instructions would take longer than the work. */
-#pragma unroll 1
-    for (int w = 0; w < n_words; w++) {
-        if (step_group * 64 + w * 16 >= f.head_dim) { /* padding holds code 8 */
-            push_word(high_words, 0);
-            push_word(low_words, 0x88888888u);
-            continue;
-        }
+    __device__ __forceinline__ WordWriter(const hkv_format &format, const Staging &s, bool of_v, int tile_index,
+                                          int group, int n)
+        : f(format), lane(threadIdx.x % 32), tile(tile_index), step_group(group), n_tokens(n), is_v(of_v),
+          rows(shared_address(s.rows)),
+          params((of_v ? s.v_params + group * 64 / HKV_VALUE_GROUP * kBlockTokens + tile_index * 16
+                       : s.k_params + group * 64) +
+                 2 * (lane % 4))
+    {
+    }
+    /* High and low word of step w of this group. */
+    __device__ __forceinline__ uint2 word(int w) const
+    {
+        if (step_group * 64 + w * 16 >= f.head_dim) return make_uint2(0, 0x88888888u); /* padding holds code 8 */
+        /* Rows of the four 8 x 8 matrices: tokens. A's rows are K's tokens and V's channels. */
+        const int matrix = lane / 8, token_of_matrix = tile * 16 + lane % 8 + 8 * (is_v ? matrix >> 1 : matrix & 1);
+        const int chunk = (is_v ? f.stored_dim / 8 + (matrix & 1) : matrix >> 1) + step_group * 8 + 2 * w;
+        const uint32_t address = rows + static_cast<uint32_t>(hkv_row_chunk_offset(&f, token_of_matrix, chunk));
+        const GroupParams *of_columns = params + (is_v ? 0 : w * 16);
         uint32_t a[4], code[4][2];
-        const uint32_t address =
-            rows + static_cast<uint32_t>(hkv_row_chunk_offset(&f, token_of_matrix, chunk_of_matrix + 2 * w));
         if (is_v)
             load_matrices<true>(a, address);
         else
             load_matrices<false>(a, address);
-        const GroupParams *of_columns = params + column + (is_v ? 0 : w * 16);
 #pragma unroll
         for (int m = 0; m < 4; m++) {
             const float4 p = *reinterpret_cast<const float4 *>(of_columns + 8 * (m >> 1)); /* of two columns */
             const float2 x = to_floats<kDtype>(a[m]);
             if (kWithCare) {
-                const int token = tile * 16 + (is_v ? column + 8 * (m >> 1) : lane / 4 + 8 * (m & 1));
+                const int token = tile * 16 + (is_v ? 2 * (lane % 4) + 8 * (m >> 1) : lane / 4 + 8 * (m & 1));
                 code[m][0] = careful_code(x.x, make_float2(p.x, p.y), token < n_tokens);
                 code[m][1] = careful_code(x.y, make_float2(p.z, p.w), token + is_v < n_tokens);
             } else {
@@ -375,31 +392,53 @@ __device__ void write_words(const hkv_format &f, const Staging &s, bool is_v, in
         }
         const uint32_t upper = pack_bytes(code[0][0], code[1][0], code[0][1], code[1][1]);
         const uint32_t lower = pack_bytes(code[2][0], code[3][0], code[2][1], code[3][1]);
-        push_word(high_words, select_bits(0xF0F0F0F0u, upper, lower >> 4));
-        push_word(low_words, select_bits(0xF0F0F0F0u, upper << 4, lower));
+        return make_uint2(select_bits(0xF0F0F0F0u, upper, lower >> 4), select_bits(0xF0F0F0F0u, upper << 4, lower));
     }
-    uint8_t *high = record + (is_v ? f.v_high_offset : f.k_high_offset);
-    uint8_t *low = f.planes & (is_v ? HKV_PLANE_V_LOW : HKV_PLANE_K_LOW)
-                       ? record + (is_v ? f.v_low_offset : f.k_low_offset)
-                       : nullptr;
-    const size_t at = static_cast<size_t>(tile) * 8 * f.stored_dim + step_group * 512 + lane * 4 * n_words;
-    if (n_words == 4) {
-        *reinterpret_cast<uint4 *>(high + at) = high_words;
-        if (low) *reinterpret_cast<uint4 *>(low + at) = low_words;
-    } else {
-        *reinterpret_cast<uint2 *>(high + at) = make_uint2(high_words.z, high_words.w);
-        if (low) *reinterpret_cast<uint2 *>(low + at) = make_uint2(low_words.z, low_words.w);
+    /* Four words (two where stored_dim % 64 = 32) into the planes; low may be NULL. */
+    __device__ __forceinline__ void write(uint8_t *high, uint8_t *low) const
+    {
+        const int n_words = step_group * 64 + 64 <= f.stored_dim ? 4 : 2;
+        const size_t at = static_cast<size_t>(tile) * 8 * f.stored_dim + step_group * 512 + lane * 4 * n_words;
+        if (kWithCare) { /* seldom run: registers matter more than wide stores */
+#pragma unroll 1
+            for (int w = 0; w < n_words; w++) {
+                const uint2 x = word(w);
+                *reinterpret_cast<uint32_t *>(high + at + 4 * w) = x.x;
+                if (low) *reinterpret_cast<uint32_t *>(low + at + 4 * w) = x.y;
+            }
+            return;
+        }
+        /* Not unrolled: a warp comes here once, so fetching instructions would take longer than the work. */
+        uint4 highs = make_uint4(0, 0, 0, 0), lows = highs; /* the last n_words of each */
+#pragma unroll 1
+        for (int w = 0; w < n_words; w++) {
+            const uint2 x = word(w);
+            highs = make_uint4(highs.y, highs.z, highs.w, x.x);
+            lows = make_uint4(lows.y, lows.z, lows.w, x.y);
+        }
+        if (n_words == 4) {
+            *reinterpret_cast<uint4 *>(high + at) = highs;
+            if (low) *reinterpret_cast<uint4 *>(low + at) = lows;
+        } else {
+            *reinterpret_cast<uint2 *>(high + at) = make_uint2(highs.z, highs.w);
+            if (low) *reinterpret_cast<uint2 *>(low + at) = make_uint2(lows.z, lows.w);
+        }
     }
-}
+};
 
 /* All planes of a record: a warp per tile, 64 channels and K or V. */
 template <int kDtype, bool kWithCare>
 __device__ void write_planes(const hkv_format &f, const Staging &s, int n_tokens, uint8_t *record)
 {
     const int n_groups = (f.stored_dim + 63) / 64, n_units = kTiles * n_groups;
+#pragma unroll 1
     for (int i = threadIdx.x / 32; i < 2 * n_units; i += kWarps) {
+        const bool is_v = i >= n_units;
         const int unit = i % n_units;
-        write_words<kDtype, kWithCare>(f, s, i >= n_units, unit / n_groups, unit % n_groups, n_tokens, record);
+        const WordWriter<kDtype, kWithCare> writer(f, s, is_v, unit / n_groups, unit % n_groups, n_tokens);
+        const bool has_low = f.planes & (is_v ? HKV_PLANE_V_LOW : HKV_PLANE_K_LOW);
+        writer.write(record + (is_v ? f.v_high_offset : f.k_high_offset),
+                     has_low ? record + (is_v ? f.v_low_offset : f.k_low_offset) : nullptr);
     }
 }
 
@@ -415,10 +454,10 @@ __device__ int write_payload_with_care(const hkv_format &f, const Staging &s, in
 }
 
 /* The same for a full block, without care as far as that goes. */
-template <int kDtype> __device__ int write_payload(const hkv_format &f, const Staging &s, uint8_t *record)
+template <int kDtype, int kDim> __device__ int write_payload(const hkv_format &f, const Staging &s, uint8_t *record)
 {
     __syncthreads();
-    measure_groups<kDtype>(f, s);
+    measure_groups<kDtype, kDim>(f, s);
     __syncthreads();
     if (__syncthreads_or(make_all_params<kDtype>(f, s, record)))
         return write_payload_with_care<kDtype>(f, s, kBlockTokens, record);
@@ -456,6 +495,7 @@ __device__ void restore_from_record(const hkv_format &f, const uint8_t *record, 
     n_held = min(n_held, hkv_header_n_tokens(header, kBlockTokens));
     const hkv_precision precision = hkv_record_precision(header->planes);
     const int per_token = 2 * f.stored_dim;
+#pragma unroll 1 /* seldom run */
     for (int i = threadIdx.x; i < n_tokens * per_token; i += kThreads) {
         const int token = i / per_token, is_v = i % per_token >= f.stored_dim,
                   channel = i % per_token - is_v * f.stored_dim;
@@ -470,6 +510,7 @@ __device__ void restore_from_record(const hkv_format &f, const uint8_t *record, 
 __device__ void restore_from_page(const hkv_format &f, const uint8_t *source, int n_held, int n_tokens, uint8_t *page)
 {
     const int chunks = f.row_bytes / 16; /* the swizzle stays inside a token */
+#pragma unroll 1
     for (int i = threadIdx.x; i < n_tokens * chunks; i += kThreads)
         reinterpret_cast<uint4 *>(page)[i] =
             i < n_held * chunks ? reinterpret_cast<const uint4 *>(source)[i] : make_uint4(0, 0, 0, 0);
@@ -570,7 +611,7 @@ __device__ bool stage_early(const Append &a, const hkv_segment &segment, int n_v
 }
 
 /* Phases 3 and 4 of a segment. */
-template <int kDtype>
+template <int kDtype, int kDim>
 __device__ void append_segment(const Append &a, const hkv_segment &segment, int head, const Staging &staging,
                                bool is_staged)
 {
@@ -583,37 +624,60 @@ __device__ void append_segment(const Append &a, const hkv_segment &segment, int 
     uint8_t *rows = segment_rows(a.layer, segment, head), *record = a.layer.record(segment.block, head);
     if (f.bits == 0 || !segment.seal) {
         if (f.bits != 0 && threadIdx.x == kThreads - 1) write_open_header(record, f, segment);
-        take_tokens(f, source, segment.offset, segment.n_tokens, rows, nullptr);
+        take_tokens<kDim>(f, source, segment.offset, segment.n_tokens, rows, nullptr);
         return;
     }
     if (rows && !is_staged) stage_page(f, staging, rows, segment.offset);
-    take_tokens(f, source, segment.offset, segment.n_tokens, rows, staging.rows);
+    take_tokens<kDim>(f, source, segment.offset, segment.n_tokens, rows, staging.rows);
     __pipeline_wait_prior(0);
-    finish_record(a, record, segment.stamp, kBlockTokens, write_payload<kDtype>(f, staging, record));
+    finish_record(a, record, segment.stamp, kBlockTokens, write_payload<kDtype, kDim>(f, staging, record));
 }
 
-template <int kDtype> __global__ void __launch_bounds__(kThreads, 2) append_kernel(const __grid_constant__ Append a)
+/* With a format that the compiler knows; kDim 0: as it is. */
+template <int kDtype, int kDim> __device__ __forceinline__ Append with_known_format(Append a)
+{
+    if (kDim) hkv_format_init(&a.layer.format, a.layer.format.bits, kBlockTokens, kDim, kDtype);
+    return a;
+}
+
+template <int kDtype, int kDim>
+__global__ void __launch_bounds__(kThreads, kBlocksPerSm) append_kernel(const __grid_constant__ Append general)
 {
     extern __shared__ __align__(16) uint8_t memory[];
+    const Append a = with_known_format<kDtype, kDim>(general);
     const Staging staging(a.layer.format, memory);
     a.layer.lifetime.require();
     /* All at once; what lies beyond the step's segments is not used. */
     const int n_segments = *a.plan.n_segments, n_victims = *a.plan.n_victims, head = blockIdx.y;
     const hkv_segment own = a.plan.segments[blockIdx.x];
     const bool is_entangled = own.is_entangled;
-    int first = blockIdx.x, end = min(first + 1, n_segments);
+    const int first = blockIdx.x, end = !is_entangled ? first + 1 : first == 0 ? n_segments : first;
     const bool is_staged =
         first < n_segments && a.layer.format.bits != 0 && stage_early(a, own, n_victims, head, staging);
     wait_for_predecessor();
     let_successor_start();
     if (first >= n_segments) return;
     if (first == 0 && head == 0 && threadIdx.x == 0) *a.plan.is_appended = 1;
-    if (is_entangled) end = first == 0 ? n_segments : first;
-
+#pragma unroll 1
     for (int i = first; i < end; i++) prepare_segment<kDtype>(a, a.plan.segments[i], n_victims, head, staging);
+#pragma unroll 1
     for (int i = first; i < end; i++) {
-        append_segment<kDtype>(a, a.plan.segments[i], head, staging, is_staged);
+        append_segment<kDtype, kDim>(a, a.plan.segments[i], head, staging, is_staged);
         if (is_entangled) __syncthreads();
+    }
+}
+
+template <int kDtype> void (*find_kernel(const hkv_format &format))(Append)
+{
+    switch (format.head_dim) {
+    case 64:
+        return append_kernel<kDtype, 64>;
+    case 128:
+        return append_kernel<kDtype, 128>;
+    case 256:
+        return append_kernel<kDtype, 256>;
+    default:
+        return append_kernel<kDtype, 0>;
     }
 }
 
@@ -626,9 +690,9 @@ cudaError_t launch_append(const LayerView &layer, const hkv_plan &plan, int max_
     const Append append = {layer, plan, tokens, clock, counters};
     const size_t shared = layer.format.bits ? staging_bytes(layer.format) : 0;
     const dim3 grid(static_cast<unsigned>(max_segments), static_cast<unsigned>(layer.n_kv_heads));
-    if (layer.format.dtype == HKV_BF16)
-        return launch_dependent(append_kernel<HKV_BF16>, grid, kThreads, shared, stream, append);
-    return launch_dependent(append_kernel<HKV_F16>, grid, kThreads, shared, stream, append);
+    const auto kernel =
+        layer.format.dtype == HKV_BF16 ? find_kernel<HKV_BF16>(layer.format) : find_kernel<HKV_F16>(layer.format);
+    return launch_dependent(kernel, grid, kThreads, shared, stream, append);
 }
 
 } // namespace hkv
