@@ -146,68 +146,74 @@ def measure(
     return rows
 
 
-class PairedCache(HybridCache):
-    """Full INT8, and beside it a cache that reads progressively, filled with the same keys and values.
+class TimedCaches(HybridCache):
+    """Full INT8, and beside it caches of both kinds, all filled with the same keys and values.
 
-    Keeps what the attention of the last forward pass was called with, so that the same step can be timed on both.
+    Where a cache's pages lie in memory changes its speed by up to a tenth, so there are several of each kind. Keeps
+    what the attention of the last forward pass was called with, so that the same step can be timed on all of them.
     """
 
-    def __init__(self, model: Any, max_tokens: int) -> None:
-        full, progressive = (hybridkv.HybridConfig(**SETTINGS[name]) for name in TIMED)
-        super().__init__(model.config, full, max_tokens=max_tokens, max_batch=1)
-        self.twin = HybridCache(model.config, progressive, max_tokens=max_tokens, max_batch=1)
+    def __init__(self, model: Any, max_tokens: int, n_each: int = 3) -> None:
+        def make(name: str) -> tuple[Any, ...]:
+            return model.config, hybridkv.HybridConfig(**SETTINGS[name])
+
+        limits = {"max_tokens": max_tokens, "max_batch": 1}
+        super().__init__(*make("INT8"), **limits)
+        self.others = [(name, HybridCache(*make(name), **limits)) for name in (*TIMED * n_each,)[1:]]
         self.calls: dict[int, tuple[list[torch.Tensor], float]] = {}
 
     def attend(self, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in `HybridCache`; the model sees full INT8."""
-        self.twin.attend(layer_idx, *args, **kwargs)
+        for _, other in self.others:
+            other.attend(layer_idx, *args, **kwargs)
         # [1, H, q, D] -> [q, H, D]
         self.calls[layer_idx] = [x[0].transpose(0, 1) for x in args[:3]], kwargs["scale"]
         return super().attend(layer_idx, *args, **kwargs)
 
-    def time_last_step(self, cache: HybridCache) -> tuple[float, float]:
-        """Milliseconds that `cache` spends in attention if the last step came once more, and MiB that it reads."""
-        core = cache.core
-        assert core is not None
-        before = core.stats().counters["n_bytes_read"]
-        step = core.step(cache._rows, [1])
-        seconds = 0.0
-        for layer_idx, ((q, k, v), scale) in self.calls.items():
-            start = time.perf_counter()
-            step.attend(layer_idx, q, k, v, scale=scale)
-            seconds += time.perf_counter() - start
-        mebibytes = (core.stats().counters["n_bytes_read"] - before) / 2**20
-        step.abort()
-        return seconds * 1e3, mebibytes
+    def time_last_step(self) -> Iterator[tuple[str, float, float]]:
+        """Of each cache its kind, ms in attention if the last step came once more, and MiB that it reads."""
+        for name, cache in (("INT8", self), *self.others):
+            core = cache.core
+            assert core is not None
+            before = core.stats().counters["n_bytes_read"]
+            step = core.step(cache._rows, [1])
+            seconds = 0.0
+            for layer_idx, ((q, k, v), scale) in self.calls.items():
+                start = time.perf_counter()
+                step.attend(layer_idx, q, k, v, scale=scale)
+                seconds += time.perf_counter() - start
+            mebibytes = (core.stats().counters["n_bytes_read"] - before) / 2**20
+            step.abort()
+            yield name, seconds * 1e3, mebibytes
 
 
 def measure_time(model: Any, text: str, tokens: torch.Tensor, n_steps: int, progress: Progress) -> list[dict[str, Any]]:
     """Attention of decode steps over all layers, full INT8 and progressive taking turns on the same q, k and v."""
     task = progress.add_task(f"{text}, {tokens.shape[1]} tokens", total=n_steps)
-    cache = PairedCache(model, tokens.shape[1] + 1)
+    cache = TimedCaches(model, tokens.shape[1] + 1)
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in TIMED}
     context = tokens.shape[1] - n_steps
     with torch.inference_mode():
         model(tokens[:, :context], logits_to_keep=1, **{cache_argument(model): cache})
         for token in tokens[:, context:].split(1, dim=1):
             model(token, **{cache_argument(model): cache})
-            for _ in range(4):
-                for name, timed in zip(TIMED, (cache, cache.twin), strict=True):
-                    samples[name].append(cache.time_last_step(timed))
+            for _ in range(2):
+                for name, ms, mib in cache.time_last_step():
+                    samples[name].append((ms, mib))
             progress.advance(task)
-    ms = {name: sorted(time for time, _ in pairs) for name, pairs in samples.items()}
-    mib = {name: fmean(size for _, size in pairs) for name, pairs in samples.items()}
+    times = {name: sorted(ms for ms, _ in pairs) for name, pairs in samples.items()}
+    sizes = {name: fmean(mib for _, mib in pairs) for name, pairs in samples.items()}
     return [
         {
             "text": text,
             "context": context,
             "cache": name,
-            "attention_ms": median(ms[name]),
-            "attention_ms_min": ms[name][0],
-            "read_mib": mib[name],
-            "ratio": median(ms[name]) / median(ms["INT8"]),
-            "ratio_min": ms[name][0] / ms["INT8"][0],
-            "ratio_read": mib[name] / mib["INT8"],
+            "attention_ms": median(times[name]),
+            "attention_ms_min": times[name][0],
+            "read_mib": sizes[name],
+            "ratio": median(times[name]) / median(times["INT8"]),
+            "ratio_min": times[name][0] / times["INT8"][0],
+            "ratio_read": sizes[name] / sizes["INT8"],
         }
         for name in TIMED
     ]
