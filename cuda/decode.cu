@@ -239,10 +239,10 @@ template <typename S> struct Consumer : Unit<S, kConsumers> {
             acc.clear();
             if (lane == 0) *this->tally = Tally();
             if (this->has_call_rows()) {
-                const CallRows<S> rows = this->load_call_rows(); /* under way together with q */
+                CallRows<S> rows = this->load_call_rows(); /* under way together with q */
                 this->load_queries(0, 1);
                 __syncwarp();
-                this->add_rows(rows, chunk->n_older, true);
+                this->add_call_rows(rows);
             } else {
                 this->load_queries(0, 1);
                 __syncwarp();

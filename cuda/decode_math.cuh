@@ -416,6 +416,12 @@ struct PageRows {
     }
 };
 
+/* Exponents of two 16-bit elements; all of an element's are set where it is no number. */
+__device__ __forceinline__ uint32_t exponent_bits(bool is_bf16)
+{
+    return is_bf16 ? 0x7f807f80u : 0x7c007c00u;
+}
+
 /* At most 8 rows of a call's K and V, loaded from global memory at once; 4-byte aligned, strides in elements. */
 template <typename S> struct CallRows {
     uint32_t k[S::kSteps][2], v[S::kSteps][2];
@@ -434,6 +440,21 @@ template <typename S> struct CallRows {
                 k[s][half] = is_there ? *reinterpret_cast<const uint32_t *>(k_rows + row * k_stride + channel) : 0;
                 v[s][half] = is_there ? *reinterpret_cast<const uint32_t *>(v_rows + row * v_stride + channel) : 0;
             }
+    }
+    /* Set values that are no numbers to 0; true in every lane if there were any. */
+    __device__ __forceinline__ bool drop_bad_values(bool is_bf16)
+    {
+        const uint32_t exponent = exponent_bits(is_bf16);
+        bool is_bad = false;
+#pragma unroll
+        for (int s = 0; s < S::kSteps; s++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+                const uint32_t bad = __vcmpeq2(v[s][half] & exponent, exponent);
+                is_bad = is_bad || bad;
+                v[s][half] &= ~bad;
+            }
+        return __any_sync(kFullWarp, is_bad);
     }
     __device__ __forceinline__ void keys(int step, int, uint32_t (&a)[4]) const
     {

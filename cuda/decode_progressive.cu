@@ -600,10 +600,10 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
         if (chunk->part == 0) hot = find_hot_page(p, *chunk, p.plan.rows[chunk->row], lane);
         wait_once();
         if (this->has_call_rows()) {
-            const CallRows<S> rows = this->load_call_rows(); /* under way together with q */
+            CallRows<S> rows = this->load_call_rows(); /* under way together with q */
             this->load_queries(rank(), n_ranks());
             this->meet_ranks();
-            this->add_rows(rows, chunk->n_older, true);
+            this->add_call_rows(rows);
         } else {
             this->load_queries(rank(), n_ranks());
             this->meet_ranks();

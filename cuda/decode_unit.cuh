@@ -235,6 +235,42 @@ template <typename S, int kWarps> struct Unit {
                                head() * p.tokens.v_stride_head,
                            p.tokens.v_stride_token, chunk->n_new, p.layer.format.head_dim, lane);
     }
+    /* Is token t of the call hidden from query token `query`? */
+    __device__ __forceinline__ bool is_hidden(int t, int query) const
+    {
+        return t > query || (p.window_tokens > 0 && t <= query - p.window_tokens);
+    }
+    /* Values of the call that are no numbers, to the queries that see their tokens. */
+    __device__ __forceinline__ void add_bad_values()
+    {
+        const bool is_bf16 = p.layer.format.dtype == HKV_BF16;
+        const uint16_t *v = static_cast<const uint16_t *>(p.tokens.v) + chunk->first_token * p.tokens.v_stride_token +
+                            head() * p.tokens.v_stride_head;
+#pragma unroll 1
+        for (int t = 0; t < chunk->n_new; t++, v += p.tokens.v_stride_token)
+#pragma unroll
+            for (int s = 0; s < S::kSteps; s++)
+#pragma unroll
+                for (int half = 0; half < 2; half++) {
+                    const int channel = s * 16 + half * 8 + lane / 4;
+                    const uint32_t bits = channel < p.layer.format.head_dim ? v[channel] : 0;
+                    const float2 value = is_bf16 ? unpack_bf162(bits) : unpack_half2(bits);
+                    if (isfinite(value.x)) continue;
+#pragma unroll
+                    for (int n = 0; n < S::kColumnTiles; n++)
+#pragma unroll
+                        for (int j = 0; j < 2; j++)
+                            if (!is_hidden(t, query_token(n, j))) acc.o[n][s][2 * half + j] += value.x;
+                }
+    }
+    /* The call's own tokens. What a query must not see has weight 0, which would make a value that is no number one to
+     * the query too: such values go apart. */
+    __device__ __forceinline__ void add_call_rows(CallRows<S> &rows)
+    {
+        const bool has_bad = rows.n_tokens > 1 && rows.drop_bad_values(p.layer.format.dtype == HKV_BF16);
+        add_rows(rows, chunk->n_older, true);
+        if (unlikely(has_bad)) add_bad_values();
+    }
 
     /* ----------------------------------------------------------------------------------------------- end of a chunk */
 
