@@ -97,6 +97,8 @@ void progressive_row(Table &table, const std::string &name, Spec s, double skipp
     if (!table.is_wanted(name)) return;
     s.copies = copies_for(s);
     s.skip_mass = s.refine_mass = 0.5f;
+    s.low_share = float(skipped);
+    s.high_share = float(refined);
     Case c(s);
     const auto share_below = [&](float threshold, bool of_skipped) {
         c.base_params().skip_mass = of_skipped ? threshold : 0.f;
@@ -285,9 +287,17 @@ int main(int argc, char **argv)
         const double floor = (65536 + 31 * 4096) / 64.0 * 8 * f.record_bytes / 4.53e6;
         decode_row(table, "INT8 skewed 64K + 31x4K", s, 1.15 * floor + 6, 1.05 * floor + 5);
     }
-    progressive_row(table, "progressive B32x8K 55/12", uniform(32, 8192, 8), 0.55, 0.12, 80, 66);
-    progressive_row(table, "progressive B1x128K 90/3", uniform(1, 131072, 8), 0.90, 0.03, 36, 26);
-    progressive_row(table, "progressive B1x128K 0/0", uniform(1, 131072, 8), 0.0, 0.0, 0, 0);
+    const auto graded = [](Spec s) {
+        s.values = Values::kGraded;
+        return s;
+    };
+    progressive_row(table, "progressive B32x8K 55/12", graded(uniform(32, 8192, 8)), 0.55, 0.12, 80, 66);
+    progressive_row(table, "progressive B1x128K 90/3", graded(uniform(1, 131072, 8)), 0.90, 0.03, 36, 26);
+    progressive_row(table, "progressive B32x8K 55/0", graded(uniform(32, 8192, 8)), 0.55, 0.0, 0, 0);
+    progressive_row(table, "progressive B32x8K 100/0", graded(uniform(32, 8192, 8)), 1.0, 0.0, 0, 0);
+    progressive_row(table, "progressive B1x128K 100/0", graded(uniform(1, 131072, 8)), 1.0, 0.0, 0, 0);
+    progressive_row(table, "progressive B32x8K 55/12, N(0,1)", uniform(32, 8192, 8), 0.55, 0.12, 0, 0);
+    progressive_row(table, "progressive B1x128K 90/3, N(0,1)", uniform(1, 131072, 8), 0.90, 0.03, 0, 0);
     append_rows(table);
     attend_row(table, "append + decode, INT8 B32x8K", uniform(32, 8192, 8));
     attend_row(table, "append + decode, INT8 B1x4K", uniform(1, 4096, 8));

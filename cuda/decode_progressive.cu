@@ -48,7 +48,40 @@ struct RefinedRecord {
     int32_t id, block;        /* physical, logical */
     int16_t n_tokens, planes; /* that it holds */
 };
-constexpr int kMaxRefined = 16; /* that a warp puts off */
+constexpr int kMaxRefined = 16; /* that a warp puts off before it reads no further; those in its ring may follow */
+
+/* Where the parts of a tile of 16 tokens are that is copied for refining: K's parameters, K high, K low, V high, V low,
+ * V's parameters. */
+struct TileLayout {
+    int dim;
+
+    __host__ __device__ constexpr int plane() const
+    {
+        return HKV_TILE_TOKENS / 2 * dim;
+    }
+    __host__ __device__ constexpr int planes() const
+    {
+        return 4 * dim;
+    }
+    __host__ __device__ constexpr int v_params() const
+    {
+        return planes() + 4 * plane();
+    }
+    __host__ __device__ constexpr int n_groups() const
+    {
+        return (dim + HKV_VALUE_GROUP - 1) / HKV_VALUE_GROUP;
+    }
+    __host__ __device__ constexpr int bytes() const
+    {
+        return v_params() + 4 * kBlockTokens * (n_groups() - 1) + 4 * HKV_TILE_TOKENS; /* groups as in a record */
+    }
+};
+
+/* A tile that is in a key slot, or on its way there. */
+struct TileSlot {
+    int32_t position, skew;   /* of its first token in the sequence; byte of the slot where it begins */
+    int16_t n_tokens, planes; /* as a record's */
+};
 
 /* Logical blocks of a chunk for one of a head's ranks, each rank every n_ranks-th; looked up 32 at a time, a lane each.
  * With a read_mask a chunk is not its range of blocks but its part of the row's set bits. */
@@ -64,9 +97,10 @@ struct WarpMemory {
     float4 pending[kTiles][32]; /* scores of the record whose values are under way: 16 registers less */
     uint64_t key_full[kMaxKeySlots], value_full[kValueSlots];
     KeySlot keys[kMaxKeySlots];
+    TileSlot tiles[kMaxKeySlots];
     const uint8_t *values[kValueSlots]; /* the record */
     int32_t n_refined;
-    RefinedRecord refined[kMaxRefined];
+    RefinedRecord refined[kMaxRefined + kMaxKeySlots];
     RecordList records;
     float2 hot_sums[16]; /* m and l of the hot part, where several warps share a head */
     Tally tally;
@@ -80,7 +114,9 @@ __host__ __device__ constexpr int slot_bytes(int n_bytes)
 }
 __host__ __device__ constexpr int key_slot_bytes(int dim)
 {
-    return slot_bytes(static_cast<int>(sizeof(hkv_record_header)) + 4 * dim + kBlockTokens / 2 * dim);
+    const int keys = static_cast<int>(sizeof(hkv_record_header)) + 4 * dim + kBlockTokens / 2 * dim;
+    const int tile = TileLayout{dim}.bytes();
+    return slot_bytes(keys > tile ? keys : tile);
 }
 __host__ __device__ constexpr int value_slot_bytes(int dim)
 {
@@ -195,12 +231,11 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
     uint32_t n_values; /* copies into value slots */
     bool has_reference;
 
-    /* Tables of the plan, old records: fine before the wait. Pages, records and masks of this step: not. */
+    /* Tables of the plan, what earlier steps wrote, references: fine before the wait. Pages, records and masks of this
+     * step, partial results, output: not. */
     __device__ __forceinline__ void wait_once()
     {
-        if (waited) return;
-        wait_for_predecessor();
-        let_successor_start();
+        if (!waited) wait_for_predecessor();
         waited = true;
     }
     __device__ __forceinline__ int warp_stride() const
@@ -266,17 +301,36 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
             if (records_left) return;
         }
     }
-    /* Start reading the next record's K high, if there is one. Its slot is free. */
-    __device__ __forceinline__ void fetch_keys()
+    __device__ __forceinline__ bool has_more()
     {
         if (unlikely(records_left == 0)) look_up();
-        if (records_left == 0) return;
+        return records_left != 0;
+    }
+    /* The ring's next free slot. */
+    __device__ __forceinline__ int free_slot() const
+    {
+        const int i = score_slot + n_ahead;
+        return i < p.n_stages ? i : i - p.n_stages;
+    }
+    /* The oldest slot is free again. */
+    __device__ __forceinline__ void release_slot()
+    {
+        n_ahead--;
+        score_slot++;
+        if (score_slot == p.n_stages) {
+            score_slot = 0;
+            score_parity ^= 1;
+        }
+    }
+    /* Start reading the next record's K high, if there is one. There is a free slot. */
+    __device__ __forceinline__ void fetch_keys()
+    {
+        if (!has_more()) return;
         const int from = __ffs(static_cast<int>(records_left)) - 1;
         records_left &= records_left - 1;
         const int id = mine().records.id[from];
         const uint8_t *record = p.layer.record(id, this->head());
-        int i = score_slot + n_ahead;
-        if (i >= p.n_stages) i -= p.n_stages;
+        const int i = free_slot();
         uint8_t *slot = key_slot(i);
         if (lane == 0) mine().keys[i] = {record, id, mine().records.block[from]};
         copy_to_shared(shared_address(slot) + skew_in(slot, record), record,
@@ -314,6 +368,7 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
         int turn = 0;
         for (int base = 0; base < row.n_sinks + row.n_window; base += 32) {
             if (base > 0) hers = find_hot_page(p, *chunk, row, base + lane);
+            if (__any_sync(kFullWarp, hers.is_new)) wait_once();
             for (uint32_t left = __ballot_sync(kFullWarp, hers.n_tokens > 0); left; left &= left - 1) {
                 const HotPage hot = broadcast(hers, __ffs(static_cast<int>(left)) - 1);
                 const uint8_t *page = p.layer.hot_page(hot.page, this->head());
@@ -453,12 +508,7 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
         barrier_wait(shared_address(&mine().key_full[score_slot]), score_parity);
         const KeySlot key = mine().keys[score_slot];
         const uint8_t *slot = key_slot(score_slot), *prefix = slot + skew_in(slot, key.record);
-        n_ahead--;
-        score_slot++;
-        if (score_slot == p.n_stages) {
-            score_slot = 0;
-            score_parity ^= 1;
-        }
+        release_slot();
         const hkv_record_header *header = reinterpret_cast<const hkv_record_header *>(prefix);
         const int position = key.block * kBlockTokens;
         const int n_tokens =
@@ -500,13 +550,13 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
         add_record_values<false, kTiles>(shape, acc, x, rest, values, values, lane);
         __syncwarp();
     }
-    /* Read on until there is nothing left or no more can be put off. While a record's values are under way, the next
-     * ones are scored until another one's values are wanted, too. */
+    /* Read on until there is nothing left or no more can be put off; the ring is empty then. While a record's values are
+     * under way, the next ones are scored until another one's values are wanted, too. */
     __device__ __forceinline__ void read_records()
     {
         bool is_pending = false;
         for (;;) {
-            const bool goes_on = n_ahead > 0 && mine().n_refined < kMaxRefined;
+            const bool goes_on = n_ahead > 0;
             const uint8_t *record = nullptr;
             Scores<S, kTiles> x;
             keep_local(warp);
@@ -514,7 +564,7 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
             if (goes_on) {
                 const RestKind kind = score_next(x, record);
                 __syncwarp();
-                fetch_keys();
+                if (mine().n_refined < kMaxRefined) fetch_keys();
                 if (kind != kValuesHigh) continue;
             }
             float4 *pending = &mine().pending[0][lane];
@@ -530,55 +580,97 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
 
     /* -------------------------------------------------------------------------------------------- records in full */
 
-    /* Remember a record that is to be read in full, and have its rest come into L2. */
+    /* Remember a record that is to be read in full. */
     __device__ __forceinline__ void put_off(const RefinedRecord &refined)
     {
-        const Layout layout = shape.layout();
         if (lane == 0) mine().refined[mine().n_refined++] = refined;
+#if HKV_PREFETCH
+        const Layout layout = shape.layout();
         prefetch_to_l2(p.layer.record(refined.id, this->head()) + layout.v_params(),
                        static_cast<uint32_t>(
                            (refined.planes & HKV_PLANE_V_LOW ? layout.v_low() + layout.plane() : layout.v_low()) -
                            layout.v_params()),
                        lane);
+#endif
     }
-    /* A tile of it. */
-    __device__ __forceinline__ void refine_tile(const RefinedRecord &refined, int tile)
+    /* Start reading a tile of such a record, a lane a piece of it. There is a free slot. */
+    __device__ __forceinline__ void fetch_tile(const RefinedRecord &refined, int tile)
     {
         const Layout layout = shape.layout();
-        const uint8_t *record = p.layer.record(refined.id, this->head());
-        const int offset = tile * layout.dim * 8, n_tokens = refined.n_tokens - tile * HKV_TILE_TOKENS;
-        if (n_tokens <= 0) return;
+        const TileLayout to{layout.dim};
         const bool with_low_values = refined.planes & HKV_PLANE_V_LOW;
-        const StoredPlane key_high = {record + layout.k_high() + offset}, key_low = {record + layout.k_low() + offset};
-        const StoredPlane value_high = {record + layout.v_high() + offset};
-        const StoredPlane value_low = {record + layout.v_low() + offset};
+        const uint8_t *record = p.layer.record(refined.id, this->head());
+        const int i = free_slot(), skew = skew_in(key_slot(i), record + layout.k_params());
+        int source = 0, target = 0, n_bytes = 0;
+        if (lane == 0) {
+            source = layout.k_params();
+            n_bytes = 4 * layout.dim;
+        } else if (lane < 5) {
+            /* planes in the order K high, V high, K low, V low */
+            source = lane == 1   ? layout.k_high()
+                     : lane == 2 ? layout.v_high()
+                     : lane == 3 ? layout.k_low()
+                                 : layout.v_low();
+            source += tile * to.plane();
+            target = to.planes() + (lane - 1) * to.plane();
+            n_bytes = lane < 4 || with_low_values ? to.plane() : 0;
+        } else if (lane < 5 + to.n_groups()) {
+            source = layout.v_params() + (lane - 5) * 4 * kBlockTokens + tile * 4 * HKV_TILE_TOKENS;
+            target = to.v_params() + (lane - 5) * 4 * kBlockTokens;
+            n_bytes = 4 * HKV_TILE_TOKENS;
+        }
+        if (lane == 0)
+            mine().tiles[i] = {refined.block * kBlockTokens + tile * HKV_TILE_TOKENS, skew,
+                               static_cast<int16_t>(refined.n_tokens - tile * HKV_TILE_TOKENS), refined.planes};
+        const int n_total = 4 * layout.dim + (with_low_values ? 4 : 3) * to.plane() + to.n_groups() * 4 * HKV_TILE_TOKENS;
+        copy_pieces_to_shared(shared_address(key_slot(i)) + skew + target, record + source,
+                              static_cast<uint32_t>(n_bytes), static_cast<uint32_t>(n_total),
+                              shared_address(&mine().key_full[i]), lane);
+        n_ahead++;
+    }
+    /* Add the tile that comes next in the ring. */
+    __device__ __forceinline__ void add_tile()
+    {
+        const TileLayout at{shape.layout().dim};
+        barrier_wait(shared_address(&mine().key_full[score_slot]), score_parity);
+        const TileSlot tile = mine().tiles[score_slot];
+        const uint8_t *first = key_slot(score_slot) + tile.skew, *planes = first + at.planes();
+        release_slot();
+        const StoredPlane key_high = {planes}, value_high = {planes + at.plane()}, key_low = {planes + 2 * at.plane()},
+                          value_low = {planes + 3 * at.plane()};
         Scores<S, 1> x;
-        record_scores<true, 1>(shape, record + layout.k_params(), key_high, key_low, query, p.scale, lane, x);
-        this->template hide<1>(x, refined.block * kBlockTokens + tile * HKV_TILE_TOKENS, n_tokens, false);
+        record_scores<true, 1>(shape, first, key_high, key_low, query, p.scale, lane, x);
+        this->template hide<1>(x, tile.position, tile.n_tokens, false);
         this->template cap<1>(x);
-        const uint8_t *value_params = record + layout.v_params() + tile * 64;
-        if (with_low_values)
-            add_record_values<true, 1>(shape, acc, x, value_params, value_high, value_low, lane);
+        if (tile.planes & HKV_PLANE_V_LOW)
+            add_record_values<true, 1>(shape, acc, x, first + at.v_params(), value_high, value_low, lane);
         else
-            add_record_values<false, 1>(shape, acc, x, value_params, value_high, value_low, lane);
+            add_record_values<false, 1>(shape, acc, x, first + at.v_params(), value_high, value_low, lane);
+        __syncwarp();
     }
     /* What this warp has put off; or, at the end, its share of what all warps of its head have: few records would else
-     * keep few warps busy for long. */
+     * keep few warps busy for long. The ring is empty before and after. */
     __device__ __forceinline__ void refine(bool together)
     {
         if (together) this->meet_ranks();
-        const int first_owner = together ? warp % this->n_heads : warp, stride = together ? n_ranks() : 1;
-        int owner = first_owner, index = 0, tile = together ? rank() : 0;
-        for (;; tile += stride) {
+        int owner = together ? warp % this->n_heads : warp, index = 0, tile = together ? rank() : 0;
+        const int to_next_owner = together ? this->n_heads : kWarps, stride = together ? n_ranks() : 1;
+        for (;;) {
             keep_local(warp);
             keep_local(lane);
-            for (; tile >= kTiles; tile -= kTiles) index++;
-            while (owner < kWarps && index >= memory_of(owner).n_refined) {
-                index -= memory_of(owner).n_refined;
-                owner = together ? owner + this->n_heads : kWarps;
+            while (n_ahead < p.n_stages) {
+                for (; tile >= kTiles; tile -= kTiles) index++;
+                while (owner < kWarps && index >= memory_of(owner).n_refined) {
+                    index -= memory_of(owner).n_refined;
+                    owner += to_next_owner;
+                }
+                if (owner >= kWarps) break;
+                const RefinedRecord refined = memory_of(owner).refined[index];
+                if (tile * HKV_TILE_TOKENS < refined.n_tokens) fetch_tile(refined, tile);
+                tile += stride;
             }
-            if (owner >= kWarps) break;
-            refine_tile(memory_of(owner).refined[index], tile);
+            if (n_ahead == 0) break;
+            add_tile();
         }
         if (!together && lane == 0) mine().n_refined = 0;
         __syncwarp();
@@ -586,6 +678,12 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
 
     /* ------------------------------------------------------------------------------------------------------ chunks */
 
+    /* List the chunk's records and start reading the first ones. */
+    __device__ __forceinline__ void start_records()
+    {
+        start_list();
+        for (int i = 0; i < p.n_stages; i++) fetch_keys();
+    }
     __device__ void read_chunk()
     {
         acc.clear();
@@ -594,11 +692,10 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
             *this->tally = Tally();
             mine().n_refined = 0;
         }
-        start_list();
-        for (int i = 0; i < p.n_stages; i++) fetch_keys();
+        const bool must_wait = p.read_mask && !waited; /* for the mask */
+        if (!must_wait) start_records();
         HotPage hot = {};
         if (chunk->part == 0) hot = find_hot_page(p, *chunk, p.plan.rows[chunk->row], lane);
-        wait_once();
         if (this->has_call_rows()) {
             CallRows<S> rows = this->load_call_rows(); /* under way together with q */
             this->load_queries(rank(), n_ranks());
@@ -612,11 +709,19 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
             add_hot_pages(hot);
             publish_reference();
         }
-        for (bool is_done = false; !is_done;) {
-            read_records();
-            is_done = n_ahead == 0;
-            refine(is_done);
+        if (must_wait) {
+            wait_once();
+            start_records();
         }
+        let_successor_start(); /* not earlier: its blocks take places that those of this launch should have */
+        for (;;) {
+            read_records();
+            const bool is_done = !has_more();
+            refine(is_done);
+            if (is_done) break;
+            for (int i = 0; i < p.n_stages; i++) fetch_keys();
+        }
+        wait_once(); /* long over, but what the predecessor may still use is written from here on */
         this->report();
         this->finish_chunk();
         fence_copies(); /* partial results lay where values come next */
@@ -628,7 +733,6 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
         n_ahead = score_slot = 0;
         score_parity = n_values = 0;
         asm volatile("prefetch.global.L1 [%0];" ::"l"(p.schedule.chunks + blockIdx.x));
-        if (p.read_mask) wait_once();
         for (int i = blockIdx.x; i < *p.schedule.n_chunks; i += gridDim.x) {
             chunk = p.schedule.chunks + i;
             read_chunk();
@@ -657,11 +761,7 @@ __global__ void __launch_bounds__(kWarps * 32, kHasRoom ? kBlocksPerSm : 1)
     fence_barrier_init();
     __syncthreads(); /* warps that no head is left for have put nothing off either */
     const int n_heads = *p.schedule.heads_per_chunk;
-    if (warp >= kWarps / n_heads * n_heads) {
-        wait_for_predecessor();
-        let_successor_start();
-        return;
-    }
+    if (warp >= kWarps / n_heads * n_heads) return;
     ProgressiveReader<S> reader{{p, memory + warp % n_heads * S::kQueryBytes, warps + kWarpMemoryBytes, warp_stride,
                                  &mine.tally, warp, lane, n_heads, S{dim}},
                                 warps};

@@ -27,25 +27,38 @@ struct Tally {
     float skipped_share;
 };
 
+/* Was a block written in this step? */
+__device__ __forceinline__ bool is_written_now(const DecodeParams &p, int id)
+{
+    return p.block_step && p.block_step[id] == *p.step;
+}
+
 /* One of the pages that a row reads hot; n_tokens 0: none of it is visible. */
 struct HotPage {
     int block, page, n_tokens;
+    bool is_new; /* what is visible of it is written in this step */
 };
 __device__ __forceinline__ HotPage find_hot_page(const DecodeParams &p, const Chunk &chunk, const hkv_plan_row &row,
                                                  int index)
 {
-    HotPage hot = {hkv_plan_row_block(&row, index), -1, 0};
+    HotPage hot = {hkv_plan_row_block(&row, index), -1, 0, false};
     if (hot.block < 0) return hot;
     hot.page = p.plan.hot_pages[static_cast<size_t>(chunk.row) * static_cast<size_t>(p.plan.hot_stride) + index];
     const bool is_visible = !p.window_tokens || (hot.block + 1) * kBlockTokens > chunk.n_older + 1 - p.window_tokens;
     if (hot.page >= 0 && is_visible)
         hot.n_tokens = max(0, min(p.page_n_tokens[hot.page], chunk.n_older - hot.block * kBlockTokens));
+    if (hot.n_tokens > 0) {
+        /* The row's own new tokens lie behind those that it sees, if its page was not just filled. */
+        const bool is_own = hot.block == chunk.n_older / kBlockTokens && row.first_segment >= 0;
+        hot.is_new = is_written_now(p, p.block_table[chunk.row * p.block_table_stride + hot.block]) &&
+                     !(is_own && p.plan.segments[row.first_segment].n_restore == 0);
+    }
     return hot;
 }
 __device__ __forceinline__ HotPage broadcast(const HotPage &hot, int lane)
 {
     return {__shfl_sync(kFullWarp, hot.block, lane), __shfl_sync(kFullWarp, hot.page, lane),
-            __shfl_sync(kFullWarp, hot.n_tokens, lane)};
+            __shfl_sync(kFullWarp, hot.n_tokens, lane), false};
 }
 
 /* The physical block behind a logical one; 0: there is nothing to read, or a hot page is read instead. */
@@ -63,7 +76,7 @@ __device__ __forceinline__ ColdBlock find_cold_block(const DecodeParams &p, cons
     else if (block >= row.window_first && block < row.window_first + row.n_window)
         page = pages[row.n_sinks + block - row.window_first];
     if (page >= 0 || id < 0 || id >= p.layer.n_blocks) id = 0;
-    return {id, id && p.block_step && p.block_step[id] == *p.step};
+    return {id, id && is_written_now(p, id)};
 }
 
 /* One of kWarps computing warps. */

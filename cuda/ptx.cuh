@@ -179,6 +179,33 @@ __device__ __forceinline__ void copy_to_shared(uint32_t dst, const void *src, ui
 #endif
 }
 
+/* The same of pieces that lie apart, a lane's each (n_bytes 0: none), n_total bytes together. */
+__device__ __forceinline__ void copy_pieces_to_shared(uint32_t dst, const void *src, uint32_t n_bytes, uint32_t n_total,
+                                                      uint32_t barrier, int lane)
+{
+#if HKV_HAS_BULK
+    if (lane == 0)
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(n_total) : "memory");
+    __syncwarp();
+    if (n_bytes)
+        asm volatile(
+            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+            "l"(src), "r"(n_bytes), "r"(barrier)
+            : "memory");
+#else
+    for (unsigned left = __ballot_sync(kFullWarp, n_bytes > 0); left; left &= left - 1) {
+        const int from = __ffs(static_cast<int>(left)) - 1;
+        const uint32_t to = __shfl_sync(kFullWarp, dst, from), n = __shfl_sync(kFullWarp, n_bytes, from);
+        const auto *bytes = reinterpret_cast<const uint8_t *>(
+            __shfl_sync(kFullWarp, static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(src)), from));
+        for (uint32_t i = 16 * static_cast<uint32_t>(lane); i < n; i += 512)
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(bytes + i) : "memory");
+    }
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+    if (lane == 0) barrier_arrive(barrier);
+#endif
+}
+
 /* What this thread read and wrote in shared memory comes before copies that are started after the next barrier. */
 __device__ __forceinline__ void fence_copies()
 {

@@ -105,10 +105,13 @@ template <typename T> class DeviceArray
 /* ------------------------------------------------------------------------------------------------------------------
  * data */
 
-enum class Values { kNormal, kSmallWithSink, kOutlierChannels };
+enum class Values { kNormal, kSmallWithSink, kOutlierChannels, kGraded };
 inline const char *name_of(Values v)
 {
-    return v == Values::kNormal ? "N(0,1)" : v == Values::kSmallWithSink ? "V 0.02, sink +12" : "K 200 +- 0.5";
+    return v == Values::kNormal            ? "N(0,1)"
+           : v == Values::kSmallWithSink   ? "V 0.02, sink +12"
+           : v == Values::kOutlierChannels ? "K 200 +- 0.5"
+                                           : "graded";
 }
 
 __host__ __device__ inline uint32_t hash(uint32_t a, uint32_t b, uint32_t c)
@@ -166,6 +169,24 @@ __global__ void sink_kernel(uint16_t *k, int64_t k_token, const uint16_t *q, int
     k[(k_token * heads + head) * dim + channel] = element(static_cast<float>(1.06 * sum), dtype);
 }
 
+/* Graded keys: every query has kAlong in channel 0, and the keys of a block share theirs, so that the block has 0.2 of
+ * the softmax of n_hot other tokens (a share `high` of the blocks), 1e-4 (a share `low`) or 7e-3. */
+constexpr float kAlong = 8.f;
+__global__ void grade_kernel(uint16_t *k, int64_t first_block, int n_hot, float low, float high, int dim, int dtype)
+{
+    const int head = blockIdx.y, heads = gridDim.y, token = threadIdx.x;
+    const float u = hash(static_cast<uint32_t>(first_block + blockIdx.x), static_cast<uint32_t>(head), 29u) *
+                    2.3283064e-10f,
+                share = u < low ? 1e-4f : u >= 1.f - high ? 0.2f : 7e-3f;
+    const float shift = (logf(share) - logf(float(hkv::kBlockTokens) / n_hot)) * sqrtf(float(dim)) / kAlong;
+    k[((static_cast<int64_t>(blockIdx.x) * hkv::kBlockTokens + token) * heads + head) * dim] = element(shift, dtype);
+}
+__global__ void along_kernel(uint16_t *q, int64_t n, int dim, int dtype)
+{
+    const int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
+    if (i < n) q[i * dim] = element(kAlong, dtype);
+}
+
 /* Which records of a row are in L2, and which of them are not selected. */
 __host__ __device__ inline bool is_l2(uint32_t block, uint32_t head, float share)
 {
@@ -202,6 +223,7 @@ struct Spec {
     float l2_share = 0;         /* of the records, in tier L2 */
     float unselected_share = 0; /* of those of L2, with bit 0 in a read_mask; there is none where it is 0 */
     Values values = Values::kNormal;
+    float low_share = 0, high_share = 0; /* of graded keys' blocks */
     int copies = 1; /* of the cache, to rotate over */
     uint32_t seed = 1;
 
@@ -274,9 +296,16 @@ class Case
     {
         CHECK_CUDA(hkv::launch_schedule(schedule_input_, params_.schedule, stream));
     }
+    /* Partial results take turns, as no append comes between two launches. */
     void launch(int copy, cudaStream_t stream = nullptr) const
     {
-        CHECK_CUDA(hkv::launch_decode(shape_, params(copy), stream));
+        hkv::DecodeParams p = params(copy);
+        turn_ ^= 1;
+        if (turn_) {
+            p.partials += partials_.size() / 2;
+            p.references += references_.size() / 2;
+        }
+        CHECK_CUDA(hkv::launch_decode(shape_, p, stream));
     }
     /* Bytes of records and hot pages that a full read moves. */
     double bytes() const
@@ -427,6 +456,8 @@ class Case
         counters_ = DeviceArray<hkv_counters>(1);
         counters_.fill(0);
         fill(q_, n, n_q_heads, spec_.seed * 31 + 1, 1.f, false);
+        if (spec_.values == Values::kGraded)
+            along_kernel<<<ceil_div(n * n_q_heads, 256), 256>>>(q_.get(), n * n_q_heads, spec_.dim, spec_.dtype);
         fill(k_, n, spec_.n_kv_heads, spec_.seed * 31 + 2, 1.f, outliers());
         fill(v_, n, spec_.n_kv_heads, spec_.seed * 31 + 3, value_sigma(), false);
         std::vector<float> sinks(n_q_heads);
@@ -452,6 +483,9 @@ class Case
             const uint32_t seed = spec_.seed * 131 + static_cast<uint32_t>(copy * 7919 + first);
             fill(k, int64_t(n) * kT, heads, seed + 11, 1.f, outliers());
             fill(v, int64_t(n) * kT, heads, seed + 13, value_sigma(), false);
+            if (spec_.values == Values::kGraded)
+                grade_kernel<<<dim3(n, heads), kT>>>(k.get(), first, spec_.hot_tokens + 1, spec_.low_share,
+                                                     spec_.high_share, spec_.dim, spec_.dtype);
             for (int i = 0; i < n; i++)
                 if (spec_.values == Values::kSmallWithSink && blocks[first + i].second == 0)
                     sink_kernel<<<heads, spec_.dim>>>(k.get(), int64_t(i) * kT, q_.get(),
@@ -541,8 +575,8 @@ class Case
         CHECK_CUDA(hkv::plan_decode(format_, spec_.group * most_new, progressive, blocks_per_sm, &shape_));
         const int n_chunks =
             hkv::max_chunks(shape_.n_workers, spec_.n_rows(), spec_.n_kv_heads, spec_.group * most_new, shape_.columns);
-        partials_ = DeviceArray<uint8_t>(hkv::decode_partial_bytes(shape_, n_chunks));
-        references_ = DeviceArray<uint32_t>(hkv::decode_reference_bytes(shape_, n_chunks) / sizeof(uint32_t));
+        partials_ = DeviceArray<uint8_t>(2 * hkv::decode_partial_bytes(shape_, n_chunks));
+        references_ = DeviceArray<uint32_t>(2 * hkv::decode_reference_bytes(shape_, n_chunks) / sizeof(uint32_t));
         chunks_ = DeviceArray<hkv::Chunk>(n_chunks);
         schedule_words_ = DeviceArray<int32_t>(2);
         partials_.fill(0xff);
@@ -626,7 +660,8 @@ class Case
     DeviceArray<float> lse_, sinks_;
     DeviceArray<hkv_counters> counters_;
     std::vector<DeviceArray<uint8_t>> records_, pages_;
-    DeviceArray<uint8_t> partials_;
+    DeviceArray<uint8_t> partials_; /* twice what a launch needs, as are references_ */
+    mutable int turn_ = 0;
     DeviceArray<uint32_t> references_, read_mask_, skipped_mask_, refined_mask_;
     DeviceArray<hkv::Chunk> chunks_;
     hkv::DecodeShape shape_ = {};
