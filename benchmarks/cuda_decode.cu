@@ -123,7 +123,7 @@ void progressive_row(Table &table, const std::string &name, Spec s, double skipp
     c.clear_counters();
     c.launch(0);
     const hkv_counters n = c.counters();
-    c.base_params().counters = nullptr;
+    c.base_params().skipped_mask = c.base_params().refined_mask = nullptr;
     const double us = time_decode(c);
     char note[192];
     std::snprintf(note, sizeof note, "%d chunks, %d stages, skipped %.3f refined %.3f, %.0f bytes a record",

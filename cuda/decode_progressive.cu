@@ -221,7 +221,7 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
     using Base::shape;
     using Base::warp;
 
-    enum RestKind { kNoRest, kValuesHigh, kAllTheRest };
+    enum RestKind { kNoRest, kValuesHigh, kAllTheRest, kCountedBytes };
     uint8_t *warps;        /* memory of warp 0, those of the others behind it */
     uint32_t records_left; /* of those looked up last: lanes whose record is still to come */
     bool waited;
@@ -230,6 +230,8 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
     uint32_t score_parity;
     uint32_t n_values; /* copies into value slots */
     bool has_reference;
+    unsigned n_counted; /* of this chunk: a lane's is the records of a RestKind, that of kCountedBytes bytes */
+    float skipped_share;
 
     /* Tables of the plan, what earlier steps wrote, references: fine before the wait. Pages, records and masks of this
      * step, partial results, output: not. */
@@ -395,7 +397,7 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
     __device__ __forceinline__ uint32_t *reference_words() const
     {
         return p.references +
-               (static_cast<size_t>(chunk->first_slot) * kMaxChunkHeads + warp % this->n_heads) * S::kColumns;
+               (static_cast<size_t>(chunk->first_slot) * kMaxChunkHeads + this->head_index()) * S::kColumns;
     }
     /* After the hot part: its log-sum-exp, over all ranks, for this chunk and the unit's others. */
     __device__ void publish_reference()
@@ -417,7 +419,7 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
                 if (n_ranks() > 1) {
                     m[n][j] = kNone;
                     l[n][j] = 0.f;
-                    for (int i = warp % this->n_heads; i < n_ranks() * this->n_heads; i += this->n_heads) {
+                    for (int i = this->head_index(); i < n_ranks() * this->n_heads; i += this->n_heads) {
                         const float2 other = memory_of(i).hot_sums[n * 8 + 2 * (lane % 4) + j];
                         const float top = fmaxf(m[n][j], other.x);
                         l[n][j] = l[n][j] * fast_exp2(m[n][j] - top) + other.y * fast_exp2(other.x - top);
@@ -467,10 +469,10 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
             }
         return __uint_as_float(__reduce_max_sync(kFullWarp, __float_as_uint(largest))); /* of numbers >= 0 */
     }
-    /* Set the bit of a logical block, if anyone wants to know. */
+    /* Set the bit of a logical block. */
     __device__ __forceinline__ void mark(uint32_t *mask, int block) const
     {
-        if (!mask || lane != 0) return;
+        if (lane != 0) return;
         const int64_t pair = static_cast<int64_t>(chunk->row) * p.layer.n_kv_heads + this->head();
         atomicOr(mask + (pair * p.mask_tiles + chunk->column_tile) * p.mask_words + block / 32, 1u << block % 32);
     }
@@ -482,23 +484,30 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
         return kAllTheRest;
     }
     /* Count and tell what was decided. */
-    __device__ __forceinline__ void account(RestKind kind, float share, int planes, int block) const
+    __device__ __forceinline__ void account(RestKind kind, float share, int planes, int block)
     {
         const hkv_format &f = p.layer.format;
+        const unsigned n_bytes = kind == kNoRest       ? f.v_params_offset
+                                 : kind == kValuesHigh ? f.int4_bytes
+                                                       : hkv_record_prefix_bytes(&f, hkv_record_precision(planes));
+        n_counted += lane == kind ? 1 : lane == kCountedBytes ? n_bytes : 0;
+        if (kind == kNoRest) skipped_share += share;
+        if (unlikely(p.skipped_mask) && kind != kValuesHigh) mark(kind == kNoRest ? p.skipped_mask : p.refined_mask, block);
+    }
+    /* The chunk's counts, for report(). */
+    __device__ __forceinline__ void tell_tally() const
+    {
+        const unsigned n_skipped = __shfl_sync(kFullWarp, n_counted, kNoRest),
+                       n_refined = __shfl_sync(kFullWarp, n_counted, kAllTheRest),
+                       n_high = __shfl_sync(kFullWarp, n_counted, kValuesHigh),
+                       n_bytes = __shfl_sync(kFullWarp, n_counted, kCountedBytes);
         if (lane != 0) return;
         Tally &tally = mine().tally;
-        tally.n_records++;
-        tally.n_skipped += kind == kNoRest;
-        tally.n_refined += kind == kAllTheRest;
-        tally.n_bytes += kind == kNoRest       ? f.v_params_offset
-                         : kind == kValuesHigh ? f.int4_bytes
-                                               : hkv_record_prefix_bytes(&f, hkv_record_precision(planes));
-        if (kind == kNoRest) {
-            tally.skipped_share += share;
-            mark(p.skipped_mask, block);
-        } else if (kind == kAllTheRest) {
-            mark(p.refined_mask, block);
-        }
+        tally.n_records += n_skipped + n_high + n_refined;
+        tally.n_skipped += n_skipped;
+        tally.n_refined += n_refined;
+        tally.n_bytes += n_bytes;
+        tally.skipped_share += skipped_share;
     }
     /* K high of the next record has arrived: score it, decide, and start reading what it is worth. Its slot becomes
      * free. */
@@ -522,7 +531,7 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
         if (unlikely(!has_reference)) await_reference();
         const float share = share_of(x);
         const RestKind kind = judge(share, planes, tier);
-        if (unlikely(p.counters || p.skipped_mask)) account(kind, share, planes, key.block);
+        account(kind, share, planes, key.block);
         if (kind == kAllTheRest)
             put_off({key.id, key.block, static_cast<int16_t>(n_tokens), static_cast<int16_t>(planes)});
         record = key.record;
@@ -653,7 +662,7 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
     __device__ __forceinline__ void refine(bool together)
     {
         if (together) this->meet_ranks();
-        int owner = together ? warp % this->n_heads : warp, index = 0, tile = together ? rank() : 0;
+        int owner = together ? this->head_index() : warp, index = 0, tile = together ? rank() : 0;
         const int to_next_owner = together ? this->n_heads : kWarps, stride = together ? n_ranks() : 1;
         for (;;) {
             keep_local(warp);
@@ -688,6 +697,8 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
     {
         acc.clear();
         has_reference = false;
+        n_counted = 0;
+        skipped_share = 0.f;
         if (lane == 0) {
             *this->tally = Tally();
             mine().n_refined = 0;
@@ -722,6 +733,7 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
             for (int i = 0; i < p.n_stages; i++) fetch_keys();
         }
         wait_once(); /* long over, but what the predecessor may still use is written from here on */
+        tell_tally();
         this->report();
         this->finish_chunk();
         fence_copies(); /* partial results lay where values come next */
@@ -762,7 +774,7 @@ __global__ void __launch_bounds__(kWarps * 32, kHasRoom ? kBlocksPerSm : 1)
     __syncthreads(); /* warps that no head is left for have put nothing off either */
     const int n_heads = *p.schedule.heads_per_chunk;
     if (warp >= kWarps / n_heads * n_heads) return;
-    ProgressiveReader<S> reader{{p, memory + warp % n_heads * S::kQueryBytes, warps + kWarpMemoryBytes, warp_stride,
+    ProgressiveReader<S> reader{{p, memory + (warp & (n_heads - 1)) * S::kQueryBytes, warps + kWarpMemoryBytes, warp_stride,
                                  &mine.tally, warp, lane, n_heads, S{dim}},
                                 warps};
     reader.run();

@@ -91,24 +91,28 @@ template <typename S, int kWarps> struct Unit {
     const Chunk *chunk;
     Accumulator<S> acc;
 
-    /* KV head of this warp, and which of the warps that share it this is. */
+    /* KV head of this warp, and which of the warps that share it this is. n_heads is 1, 2 or 4. */
+    __device__ __forceinline__ int head_index() const
+    {
+        return warp & (n_heads - 1);
+    }
     __device__ __forceinline__ int head() const
     {
-        return chunk->head + warp % n_heads;
+        return chunk->head + head_index();
     }
     __device__ __forceinline__ int rank() const
     {
-        return warp / n_heads;
+        return warp >> (n_heads >> 1);
     }
     __device__ __forceinline__ int n_ranks() const
     {
-        return kWarps / n_heads;
+        return kWarps >> (n_heads >> 1);
     }
     /* A barrier of the warps that share a head: other heads' warps may be elsewhere. */
     __device__ __forceinline__ void meet_ranks() const
     {
         if (n_ranks() > 1)
-            named_barrier(kRankBarrier + warp % n_heads, n_ranks() * 32);
+            named_barrier(kRankBarrier + head_index(), n_ranks() * 32);
         else
             __syncwarp();
     }
@@ -289,12 +293,12 @@ template <typename S, int kWarps> struct Unit {
 
     __device__ __forceinline__ uint8_t *area_of_rank(int i) const
     {
-        return areas + (i * n_heads + warp % n_heads) * area_stride;
+        return areas + (i * n_heads + head_index()) * area_stride;
     }
     __device__ __forceinline__ uint8_t *published_partial(int part) const
     {
         return p.partials +
-               (static_cast<size_t>(chunk->first_slot + part) * kMaxChunkHeads + warp % n_heads) * kPartialBytes<S>;
+               (static_cast<size_t>(chunk->first_slot + part) * kMaxChunkHeads + head_index()) * kPartialBytes<S>;
     }
     __device__ __forceinline__ int n_slices() const
     {
