@@ -93,6 +93,8 @@ struct RecordList {
 
 /* What a warp has for itself, ahead of its value slots and key slots. */
 struct WarpMemory {
+    Chunk chunk;                 /* that is under way */
+    const uint8_t *first_record; /* of the chunk's head: that of block 0 */
     float2 reference[32];       /* a lane's: log2-sum-exp of the hot part */
     float4 pending[kTiles][32]; /* scores of the record whose values are under way: 16 registers less */
     uint64_t key_full[kMaxKeySlots], value_full[kValueSlots];
@@ -331,7 +333,7 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
         const int from = __ffs(static_cast<int>(records_left)) - 1;
         records_left &= records_left - 1;
         const int id = mine().records.id[from];
-        const uint8_t *record = p.layer.record(id, this->head());
+        const uint8_t *record = mine().first_record + id * p.layer.pages.block_stride_bytes;
         const int i = free_slot();
         uint8_t *slot = key_slot(i);
         if (lane == 0) mine().keys[i] = {record, id, mine().records.block[from]};
@@ -453,21 +455,22 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
     /* Largest share over the columns of a record with these scores. */
     __device__ __forceinline__ float share_of(const Scores<S, kTiles> &x) const
     {
-        const float reference[2] = {own_reference(0), own_reference(1)};
-        float largest = 0.f;
+        float sums[2];
 #pragma unroll
-        for (int n = 0; n < S::kColumnTiles; n++)
+        for (int j = 0; j < 2; j++) {
+            const float reference = own_reference(j);
+            sums[j] = 0.f;
 #pragma unroll
-            for (int j = 0; j < 2; j++) {
-                float sum = 0.f;
-#pragma unroll
-                for (int t = 0; t < kTiles; t++)
-                    sum += fast_exp2(x[n][t][j] - reference[j]) + fast_exp2(x[n][t][2 + j] - reference[j]);
-#pragma unroll
-                for (int step = 4; step < 32; step <<= 1) sum += __shfl_xor_sync(kFullWarp, sum, step);
-                largest = fmaxf(largest, sum);
-            }
-        return __uint_as_float(__reduce_max_sync(kFullWarp, __float_as_uint(largest))); /* of numbers >= 0 */
+            for (int t = 0; t < kTiles; t++)
+                sums[j] += fast_exp2(x[0][t][j] - reference) + fast_exp2(x[0][t][2 + j] - reference);
+        }
+        /* Half of the lanes go on with column 0, half with column 1. */
+        const bool has_second = lane & 4;
+        float sum = has_second ? sums[1] : sums[0];
+        sum += __shfl_xor_sync(kFullWarp, has_second ? sums[0] : sums[1], 4);
+        sum += __shfl_xor_sync(kFullWarp, sum, 8);
+        sum += __shfl_xor_sync(kFullWarp, sum, 16);
+        return __uint_as_float(__reduce_max_sync(kFullWarp, __float_as_uint(sum))); /* of numbers >= 0 */
     }
     /* Set the bit of a logical block. */
     __device__ __forceinline__ void mark(uint32_t *mask, int block) const
@@ -518,12 +521,12 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
         const KeySlot key = mine().keys[score_slot];
         const uint8_t *slot = key_slot(score_slot), *prefix = slot + skew_in(slot, key.record);
         release_slot();
-        const hkv_record_header *header = reinterpret_cast<const hkv_record_header *>(prefix);
+        const hkv_record_header header = header_start(prefix);
         const int position = key.block * kBlockTokens;
         const int n_tokens =
-            min(min(kBlockTokens, chunk->n_older - position), hkv_header_n_tokens(header, kBlockTokens));
+            min(min(kBlockTokens, chunk->n_older - position), hkv_header_n_tokens(&header, kBlockTokens));
         if (unlikely(n_tokens == 0)) return kNoRest;
-        const int planes = header->planes & p.layer.format.planes, tier = header->tier;
+        const int planes = header.planes & p.layer.format.planes, tier = header.tier;
         const StoredPlane keys = {prefix + layout.k_high()};
         record_scores<false, kTiles>(shape, prefix + layout.k_params(), keys, keys, query, p.scale, lane, x);
         this->template hide<kTiles>(x, position, n_tokens, false);
@@ -693,6 +696,19 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
         start_list();
         for (int i = 0; i < p.n_stages; i++) fetch_keys();
     }
+    /* Chunk i of the schedule, close at hand. */
+    __device__ __forceinline__ void take_chunk(int i)
+    {
+        constexpr int kWords = sizeof(Chunk) / sizeof(int32_t);
+        __syncwarp();
+        if (lane < kWords)
+            reinterpret_cast<int32_t *>(&mine().chunk)[lane] =
+                reinterpret_cast<const int32_t *>(p.schedule.chunks + i)[lane];
+        __syncwarp();
+        chunk = &mine().chunk;
+        if (lane == 0) mine().first_record = p.layer.record(0, this->head());
+        __syncwarp();
+    }
     __device__ void read_chunk()
     {
         acc.clear();
@@ -746,12 +762,12 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
         score_parity = n_values = 0;
         asm volatile("prefetch.global.L1 [%0];" ::"l"(p.schedule.chunks + blockIdx.x));
         for (int i = blockIdx.x; i < *p.schedule.n_chunks; i += gridDim.x) {
-            chunk = p.schedule.chunks + i;
+            take_chunk(i);
             read_chunk();
         }
         wait_once();
         for (int i = blockIdx.x; i < *p.schedule.n_chunks; i += gridDim.x) {
-            chunk = p.schedule.chunks + i;
+            take_chunk(i);
             if (chunk->n_parts > 1 && this->merge_parts() && lane < S::kColumns)
                 store_shared_word(reference_words() + lane, kAbsent);
         }

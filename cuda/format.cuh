@@ -38,6 +38,15 @@ __device__ __forceinline__ void unpack_nibbles(uint32_t high, uint32_t (&a)[4])
     a[3] = odd & 0x000f000fu;
 }
 
+/* The first 16 bytes of a record's header, which say what the record holds; at a 16-byte boundary. */
+__device__ __forceinline__ hkv_record_header header_start(const uint8_t *record)
+{
+    static_assert(offsetof(hkv_record_header, bits) < 16, "all that says what a record holds");
+    hkv_record_header header;
+    *reinterpret_cast<uint4 *>(&header) = *reinterpret_cast<const uint4 *>(record);
+    return header;
+}
+
 /* One element of a record as it reads back. */
 __device__ inline float record_value(const hkv_format &f, const uint8_t *record, hkv_precision precision, int token,
                                      int channel, bool is_v)
