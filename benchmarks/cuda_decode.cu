@@ -90,7 +90,8 @@ void decode_row(Table &table, const std::string &name, Spec s, double must, doub
     table.add({name, us, must, aim, c.bytes(), error, note});
 }
 
-/* Thresholds so that given shares of the records are skipped and refined: by bisection over what the kernel counts. */
+/* Given shares of the records are skipped and refined: by the default thresholds where keys are graded, else by bisection
+ * over what the kernel counts. */
 void progressive_row(Table &table, const std::string &name, Spec s, double skipped, double refined, double must,
                      double aim)
 {
@@ -117,9 +118,14 @@ void progressive_row(Table &table, const std::string &name, Spec s, double skipp
         }
         return high;
     };
-    const float skip = find(skipped, true), refine = find(1 - refined, false);
-    c.base_params().skip_mass = skip;
-    c.base_params().refine_mass = refine;
+    if (s.values == Values::kGraded) {
+        c.base_params().skip_mass = 1e-3f;
+        c.base_params().refine_mass = 0.05f;
+    } else {
+        const float skip = find(skipped, true), refine = find(1 - refined, false);
+        c.base_params().skip_mass = skip;
+        c.base_params().refine_mass = refine;
+    }
     c.clear_counters();
     c.launch(0);
     const hkv_counters n = c.counters();

@@ -365,31 +365,67 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
     /* ---------------------------------------------------------------------------------------------------- hot part */
 
     /* The pages that the row reads hot, in pieces that the ranks take in turn. */
-    __device__ void add_hot_pages(HotPage hers)
+    struct HotPieces {
+        int base;      /* pages are looked up 32 at a time, a lane each: number of lane 0's */
+        HotPage hers;  /* this lane's */
+        uint32_t left; /* lanes whose page is still to come */
+        int to_mine;   /* pieces up to this rank's next one */
+        HotPage hot;   /* page that is under way */
+        int first;     /* and the first row of the piece after this rank's last one */
+
+        /* This rank's next piece, then: */
+        const uint8_t *source;
+        int position, n_tokens; /* 0: there is none */
+    };
+    __device__ __forceinline__ HotPieces start_hot_pages()
     {
-        const hkv_plan_row &row = p.plan.rows[chunk->row];
+        HotPieces pieces = {};
+        pieces.hers = find_hot_page(p, *chunk, p.plan.rows[chunk->row], lane);
+        pieces.left = __ballot_sync(kFullWarp, pieces.hers.n_tokens > 0);
+        if (__any_sync(kFullWarp, pieces.hers.is_new)) wait_once();
+        pieces.to_mine = rank();
+        fetch_hot_piece(pieces);
+        return pieces;
+    }
+    /* Find this rank's next piece and start reading it. */
+    __device__ __forceinline__ void fetch_hot_piece(HotPieces &pieces)
+    {
         const int row_bytes = p.layer.format.row_bytes;
-        int turn = 0;
-        for (int base = 0; base < row.n_sinks + row.n_window; base += 32) {
-            if (base > 0) hers = find_hot_page(p, *chunk, row, base + lane);
-            if (__any_sync(kFullWarp, hers.is_new)) wait_once();
-            for (uint32_t left = __ballot_sync(kFullWarp, hers.n_tokens > 0); left; left &= left - 1) {
-                const HotPage hot = broadcast(hers, __ffs(static_cast<int>(left)) - 1);
-                const uint8_t *page = p.layer.hot_page(hot.page, this->head());
-                for (int first = 0; first < hot.n_tokens; first += kPieceRows) {
-                    const bool is_mine = turn == rank();
-                    turn = turn + 1 == n_ranks() ? 0 : turn + 1;
-                    if (!is_mine) continue;
-                    const uint8_t *source = page + first * row_bytes;
-                    fetch_values(source, kPieceRows * row_bytes);
-                    await_values();
-                    const uint8_t *rows = values_of(source);
-                    this->add_rows(PageRows{shared_address(rows), row_bytes, row_bytes / 32, 0,
-                                            min(kPieceRows, hot.n_tokens - first)},
-                                   hot.block * kBlockTokens + first, false);
-                    __syncwarp();
-                }
+        pieces.n_tokens = 0;
+        for (;;) {
+            while (pieces.first < pieces.hot.n_tokens) {
+                const int first = pieces.first;
+                pieces.first += kPieceRows;
+                if (pieces.to_mine-- > 0) continue;
+                pieces.to_mine = n_ranks() - 1;
+                pieces.source = p.layer.hot_page(pieces.hot.page, this->head()) + first * row_bytes;
+                pieces.position = pieces.hot.block * kBlockTokens + first;
+                pieces.n_tokens = min(kPieceRows, pieces.hot.n_tokens - first);
+                return fetch_values(pieces.source, kPieceRows * row_bytes);
             }
+            while (pieces.left == 0) {
+                const hkv_plan_row &row = p.plan.rows[chunk->row];
+                pieces.base += 32;
+                if (pieces.base >= row.n_sinks + row.n_window) return;
+                pieces.hers = find_hot_page(p, *chunk, row, pieces.base + lane);
+                pieces.left = __ballot_sync(kFullWarp, pieces.hers.n_tokens > 0);
+                if (__any_sync(kFullWarp, pieces.hers.is_new)) wait_once();
+            }
+            pieces.hot = broadcast(pieces.hers, __ffs(static_cast<int>(pieces.left)) - 1);
+            pieces.left &= pieces.left - 1;
+            pieces.first = 0;
+        }
+    }
+    __device__ __forceinline__ void add_hot_pages(HotPieces &pieces)
+    {
+        const int row_bytes = p.layer.format.row_bytes;
+        while (pieces.n_tokens > 0) {
+            await_values();
+            this->add_rows(PageRows{shared_address(values_of(pieces.source)), row_bytes, row_bytes / 32, 0,
+                                    pieces.n_tokens},
+                           pieces.position, false);
+            __syncwarp();
+            fetch_hot_piece(pieces);
         }
     }
     __device__ __forceinline__ float &own_reference(int column) const
@@ -605,39 +641,51 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
                        lane);
 #endif
     }
-    /* Start reading a tile of such a record, a lane a piece of it. There is a free slot. */
-    __device__ __forceinline__ void fetch_tile(const RefinedRecord &refined, int tile)
+    /* A lane's piece of the tiles that are copied. */
+    struct Piece {
+        int source, source_step; /* bytes: in the record, of tile 0; from a tile to the next */
+        int target, n_bytes;     /* in the slot */
+        bool is_low_values;
+    };
+    __device__ __forceinline__ Piece piece_of_lane() const
     {
         const Layout layout = shape.layout();
         const TileLayout to{layout.dim};
-        const bool with_low_values = refined.planes & HKV_PLANE_V_LOW;
-        const uint8_t *record = p.layer.record(refined.id, this->head());
-        const int i = free_slot(), skew = skew_in(key_slot(i), record + layout.k_params());
-        int source = 0, target = 0, n_bytes = 0;
+        Piece piece = {};
         if (lane == 0) {
-            source = layout.k_params();
-            n_bytes = 4 * layout.dim;
-        } else if (lane < 5) {
-            /* planes in the order K high, V high, K low, V low */
-            source = lane == 1   ? layout.k_high()
-                     : lane == 2 ? layout.v_high()
-                     : lane == 3 ? layout.k_low()
-                                 : layout.v_low();
-            source += tile * to.plane();
-            target = to.planes() + (lane - 1) * to.plane();
-            n_bytes = lane < 4 || with_low_values ? to.plane() : 0;
+            piece.source = layout.k_params();
+            piece.n_bytes = to.planes();
+        } else if (lane < 5) { /* planes in the order K high, V high, K low, V low */
+            piece.source = lane == 1   ? layout.k_high()
+                           : lane == 2 ? layout.v_high()
+                           : lane == 3 ? layout.k_low()
+                                       : layout.v_low();
+            piece.source_step = piece.n_bytes = to.plane();
+            piece.target = to.planes() + (lane - 1) * to.plane();
+            piece.is_low_values = lane == 4;
         } else if (lane < 5 + to.n_groups()) {
-            source = layout.v_params() + (lane - 5) * 4 * kBlockTokens + tile * 4 * HKV_TILE_TOKENS;
-            target = to.v_params() + (lane - 5) * 4 * kBlockTokens;
-            n_bytes = 4 * HKV_TILE_TOKENS;
+            piece.source = layout.v_params() + (lane - 5) * 4 * kBlockTokens;
+            piece.source_step = piece.n_bytes = 4 * HKV_TILE_TOKENS;
+            piece.target = to.v_params() + (lane - 5) * 4 * kBlockTokens;
         }
+        return piece;
+    }
+    /* Start reading a tile of a record, a lane a piece of it. There is a free slot. */
+    __device__ __forceinline__ void fetch_tile(const RefinedRecord &refined, int tile, const Piece &piece)
+    {
+        const TileLayout to{shape.layout().dim};
+        const bool with_low_values = refined.planes & HKV_PLANE_V_LOW;
+        const uint8_t *record = mine().first_record + refined.id * p.layer.pages.block_stride_bytes;
+        const int i = free_slot(), skew = skew_in(key_slot(i), record + shape.layout().k_params());
         if (lane == 0)
             mine().tiles[i] = {refined.block * kBlockTokens + tile * HKV_TILE_TOKENS, skew,
                                static_cast<int16_t>(refined.n_tokens - tile * HKV_TILE_TOKENS), refined.planes};
-        const int n_total = 4 * layout.dim + (with_low_values ? 4 : 3) * to.plane() + to.n_groups() * 4 * HKV_TILE_TOKENS;
-        copy_pieces_to_shared(shared_address(key_slot(i)) + skew + target, record + source,
-                              static_cast<uint32_t>(n_bytes), static_cast<uint32_t>(n_total),
-                              shared_address(&mine().key_full[i]), lane);
+        const int n_total =
+            to.planes() + (with_low_values ? 4 : 3) * to.plane() + to.n_groups() * 4 * HKV_TILE_TOKENS;
+        copy_pieces_to_shared(shared_address(key_slot(i)) + skew + piece.target,
+                              record + piece.source + tile * piece.source_step,
+                              piece.is_low_values && !with_low_values ? 0u : static_cast<uint32_t>(piece.n_bytes),
+                              static_cast<uint32_t>(n_total), shared_address(&mine().key_full[i]), lane);
         n_ahead++;
     }
     /* Add the tile that comes next in the ring. */
@@ -666,6 +714,7 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
     {
         if (together) this->meet_ranks();
         int owner = together ? this->head_index() : warp, index = 0, tile = together ? rank() : 0;
+        const Piece piece = piece_of_lane();
         const int to_next_owner = together ? this->n_heads : kWarps, stride = together ? n_ranks() : 1;
         for (;;) {
             keep_local(warp);
@@ -678,7 +727,7 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
                 }
                 if (owner >= kWarps) break;
                 const RefinedRecord refined = memory_of(owner).refined[index];
-                if (tile * HKV_TILE_TOKENS < refined.n_tokens) fetch_tile(refined, tile);
+                if (tile * HKV_TILE_TOKENS < refined.n_tokens) fetch_tile(refined, tile, piece);
                 tile += stride;
             }
             if (n_ahead == 0) break;
@@ -719,10 +768,10 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
             *this->tally = Tally();
             mine().n_refined = 0;
         }
+        HotPieces hot = {};
+        if (chunk->part == 0) hot = start_hot_pages();
         const bool must_wait = p.read_mask && !waited; /* for the mask */
         if (!must_wait) start_records();
-        HotPage hot = {};
-        if (chunk->part == 0) hot = find_hot_page(p, *chunk, p.plan.rows[chunk->row], lane);
         if (this->has_call_rows()) {
             CallRows<S> rows = this->load_call_rows(); /* under way together with q */
             this->load_queries(rank(), n_ranks());
@@ -740,7 +789,9 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
             wait_once();
             start_records();
         }
+#if !HKV_LATE
         let_successor_start(); /* not earlier: its blocks take places that those of this launch should have */
+#endif
         for (;;) {
             read_records();
             const bool is_done = !has_more();
@@ -748,6 +799,9 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
             if (is_done) break;
             for (int i = 0; i < p.n_stages; i++) fetch_keys();
         }
+#if HKV_LATE
+        let_successor_start();
+#endif
         wait_once(); /* long over, but what the predecessor may still use is written from here on */
         tell_tally();
         this->report();

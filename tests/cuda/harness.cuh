@@ -170,13 +170,24 @@ __global__ void sink_kernel(uint16_t *k, int64_t k_token, const uint16_t *q, int
 }
 
 /* Graded keys: every query has kAlong in channel 0, and the keys of a block share theirs, so that the block has 0.2 of
- * the softmax of n_hot other tokens (a share `high` of the blocks), 1e-4 (a share `low`) or 7e-3. */
+ * the softmax of n_hot other tokens (a share `high` of each head's blocks), 1e-4 (a share `low`) or 7e-3. */
 constexpr float kAlong = 8.f;
-__global__ void grade_kernel(uint16_t *k, int64_t first_block, int n_hot, float low, float high, int dim, int dtype)
+__global__ void grade_kernel(uint16_t *k, int64_t first_block, int row_blocks, int n_hot, float low, float high,
+                             int dim, int dtype)
 {
     const int head = blockIdx.y, heads = gridDim.y, token = threadIdx.x;
-    const float u = hash(static_cast<uint32_t>(first_block + blockIdx.x), static_cast<uint32_t>(head), 29u) *
-                    2.3283064e-10f,
+    const uint32_t row = static_cast<uint32_t>((first_block + blockIdx.x) / row_blocks),
+                   block = static_cast<uint32_t>((first_block + blockIdx.x) % row_blocks),
+                   seed = hash(row, static_cast<uint32_t>(head), 29u);
+    if (block + 1 == static_cast<uint32_t>(row_blocks)) return; /* the hot zone */
+    uint32_t place = block + seed, mask = 1; /* of the block in a shuffled order: each step is one to one */
+    while (mask < static_cast<uint32_t>(row_blocks - 1)) mask *= 2;
+    mask--;
+    for (int i = 0; i < 4; i++) {
+        place = (place * (2 * (seed >> 5 * i) + 0x9E3779B1u) + seed) & mask;
+        place ^= place >> 3;
+    }
+    const float u = (static_cast<float>(place) + 0.5f) / static_cast<float>(mask + 1),
                 share = u < low ? 1e-4f : u >= 1.f - high ? 0.2f : 7e-3f;
     const float shift = (logf(share) - logf(float(hkv::kBlockTokens) / n_hot)) * sqrtf(float(dim)) / kAlong;
     k[((static_cast<int64_t>(blockIdx.x) * hkv::kBlockTokens + token) * heads + head) * dim] = element(shift, dtype);
@@ -484,8 +495,8 @@ class Case
             fill(k, int64_t(n) * kT, heads, seed + 11, 1.f, outliers());
             fill(v, int64_t(n) * kT, heads, seed + 13, value_sigma(), false);
             if (spec_.values == Values::kGraded)
-                grade_kernel<<<dim3(n, heads), kT>>>(k.get(), first, spec_.hot_tokens + 1, spec_.low_share,
-                                                     spec_.high_share, spec_.dim, spec_.dtype);
+                grade_kernel<<<dim3(n, heads), kT>>>(k.get(), first, ceil_div(spec_.older[0], kT), spec_.hot_tokens + 1,
+                                                     spec_.low_share, spec_.high_share, spec_.dim, spec_.dtype);
             for (int i = 0; i < n; i++)
                 if (spec_.values == Values::kSmallWithSink && blocks[first + i].second == 0)
                     sink_kernel<<<heads, spec_.dim>>>(k.get(), int64_t(i) * kT, q_.get(),
