@@ -73,14 +73,14 @@ template <typename F> double time_graph(int n, F launch)
     return TimedGraph(n, launch).median() / n;
 }
 
-/* Copies of the cache: at least 4, and 3 GB where they are small; an even number (Case::launch). */
+/* Copies of the cache: at least 8, and 3 GB where they are small; a multiple of Case::kTurns. */
 int copies_for(const Spec &s)
 {
     hkv_format f;
     hkv_format_init(&f, s.bits, 64, s.dim, s.dtype);
     double bytes = 0;
     for (int n : s.older) bytes += double(n) / 64 * f.record_bytes * s.n_kv_heads;
-    return int(std::max(4.0, std::min(24.0, 3e9 / bytes))) / 2 * 2;
+    return int(std::max(8.0, std::min(24.0, 3e9 / bytes))) / 8 * 8;
 }
 /* Launches of a graph in which all copies have equally many turns: at least 20. */
 int launches_for(int copies)

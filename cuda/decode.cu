@@ -122,9 +122,9 @@ struct Producer {
         const hkv_plan_row row = p.plan.rows[chunk.row];
         for (int base = 0; base < row.n_sinks + row.n_window; base += 32) {
             const HotPage mine = find_hot_page(p, chunk, row, base + lane);
+            if (__any_sync(kFullWarp, mine.is_new)) wait_once();
             for (uint32_t left = __ballot_sync(kFullWarp, mine.n_tokens > 0); left; left &= left - 1) {
                 const HotPage hot = broadcast(mine, __ffs(static_cast<int>(left)) - 1);
-                wait_once();
                 push_rows(p.layer.hot_page(hot.page, chunk.head), p.layer.format.row_page_bytes, hot.block,
                           hot.n_tokens);
             }
@@ -161,7 +161,7 @@ struct Producer {
             if (chunk.part == 0) push_hot(chunk);
             close_round();
         }
-        wait_once();
+        if (blockIdx.x == 0) wait_once(); /* this launch shall not be over before its predecessor */
     }
 };
 
@@ -238,17 +238,12 @@ template <typename S> struct Consumer : Unit<S, kConsumers> {
             chunk = p.schedule.chunks + i;
             acc.clear();
             if (lane == 0) *this->tally = Tally();
-            if (this->has_call_rows()) {
-                CallRows<S> rows = this->load_call_rows(); /* under way together with q */
-                this->load_queries(0, 1);
-                __syncwarp();
-                this->add_call_rows(rows);
-            } else {
-                this->load_queries(0, 1);
-                __syncwarp();
-            }
+            CallRows<S> rows = this->load_call_rows(); /* under way together with q */
+            auto queries = this->load_queries(0, 1);
+            this->store_queries(queries, 0, 1);
+            __syncwarp();
+            this->add_call_rows(rows);
             read_items();
-            wait_for_predecessor(); /* long over; what it may still use is written from here on */
             this->report();
             this->finish_chunk();
         }

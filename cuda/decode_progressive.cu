@@ -768,19 +768,15 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
             *this->tally = Tally();
             mine().n_refined = 0;
         }
+        CallRows<S> rows = this->load_call_rows(); /* under way, as is q, while records are looked up */
+        auto queries = this->load_queries(rank(), n_ranks());
         HotPieces hot = {};
         if (chunk->part == 0) hot = start_hot_pages();
         const bool must_wait = p.read_mask && !waited; /* for the mask */
         if (!must_wait) start_records();
-        if (this->has_call_rows()) {
-            CallRows<S> rows = this->load_call_rows(); /* under way together with q */
-            this->load_queries(rank(), n_ranks());
-            this->meet_ranks();
-            this->add_call_rows(rows);
-        } else {
-            this->load_queries(rank(), n_ranks());
-            this->meet_ranks();
-        }
+        this->store_queries(queries, rank(), n_ranks());
+        this->meet_ranks();
+        this->add_call_rows(rows);
         if (chunk->part == 0) {
             add_hot_pages(hot);
             publish_reference();
@@ -802,7 +798,6 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
 #if HKV_LATE
         let_successor_start();
 #endif
-        wait_once(); /* long over, but what the predecessor may still use is written from here on */
         tell_tally();
         this->report();
         this->finish_chunk();
@@ -819,12 +814,12 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
             take_chunk(i);
             read_chunk();
         }
-        wait_once();
         for (int i = blockIdx.x; i < *p.schedule.n_chunks; i += gridDim.x) {
             take_chunk(i);
             if (chunk->n_parts > 1 && this->merge_parts() && lane < S::kColumns)
                 store_shared_word(reference_words() + lane, kAbsent);
         }
+        if (blockIdx.x == 0) wait_once(); /* this launch shall not be over before its predecessor */
     }
 };
 

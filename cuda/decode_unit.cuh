@@ -142,33 +142,57 @@ template <typename S, int kWarps> struct Unit {
 
     /* --------------------------------------------------------------------------------------------- start of a chunk */
 
-    /* q of this head's columns, fp16, as B fragments: pairs of steps first, first + stride, ... */
-    __device__ void load_queries(int first, int stride)
+    /* A lane's words of q of this head's columns, as they are in memory, for the pairs of steps first, first + stride,
+     * ... */
+    struct QueryWords {
+        uint32_t words[S::kColumnTiles][S::kSteps / 2][4];
+    };
+    __device__ __forceinline__ QueryWords load_queries(int first, int stride) const
     {
         const int head_dim = p.layer.format.head_dim;
-        const bool is_bf16 = p.layer.format.dtype == HKV_BF16;
+        QueryWords q;
 #pragma unroll
         for (int n = 0; n < S::kColumnTiles; n++) {
             const int column = column_of(n, lane / 4), token = token_of(column);
-            const uint16_t *q = static_cast<const uint16_t *>(p.q) + (chunk->first_token + token) * p.q_stride_token +
-                                query_head(column, token) * p.q_stride_head;
+            const uint16_t *from = static_cast<const uint16_t *>(p.q) +
+                                   (chunk->first_token + token) * p.q_stride_token +
+                                   query_head(column, token) * p.q_stride_head;
+            int turn = 0;
 #pragma unroll
             for (int pair = 0; pair < S::kSteps / 2; pair++) {
-                if (pair % stride != first) continue;
-                uint32_t words[4];
 #pragma unroll
                 for (int j = 0; j < 4; j++) {
                     const int channel = pair * 32 + j * 8 + 2 * (lane % 4);
-                    words[j] = 0;
-                    if (token < chunk->n_new && channel < head_dim)
-                        words[j] = *reinterpret_cast<const uint32_t *>(q + channel);
-                    if (is_bf16) {
-                        const float2 f = unpack_bf162(words[j]);
-                        words[j] = pack_half2(f.x, f.y);
-                    }
+                    q.words[n][pair][j] = 0;
+                    if (turn == first && token < chunk->n_new && channel < head_dim)
+                        q.words[n][pair][j] = *reinterpret_cast<const uint32_t *>(from + channel);
                 }
-                *reinterpret_cast<uint4 *>(query + ((n * S::kSteps / 2 + pair) * 32 + lane) * 16) =
-                    make_uint4(words[0], words[1], words[2], words[3]);
+                turn = turn + 1 == stride ? 0 : turn + 1;
+            }
+        }
+        return q;
+    }
+    /* Put them where all ranks find them: fp16, as B fragments. */
+    __device__ __forceinline__ void store_queries(QueryWords &q, int first, int stride) const
+    {
+        const bool is_bf16 = p.layer.format.dtype == HKV_BF16;
+#pragma unroll
+        for (int n = 0; n < S::kColumnTiles; n++) {
+            int turn = 0;
+#pragma unroll
+            for (int pair = 0; pair < S::kSteps / 2; pair++) {
+                uint32_t(&words)[4] = q.words[n][pair];
+                if (turn == first) {
+#pragma unroll
+                    for (int j = 0; j < 4; j++)
+                        if (is_bf16) {
+                            const float2 f = unpack_bf162(words[j]);
+                            words[j] = pack_half2(f.x, f.y);
+                        }
+                    *reinterpret_cast<uint4 *>(query + ((n * S::kSteps / 2 + pair) * 32 + lane) * 16) =
+                        make_uint4(words[0], words[1], words[2], words[3]);
+                }
+                turn = turn + 1 == stride ? 0 : turn + 1;
             }
         }
     }
@@ -241,7 +265,7 @@ template <typename S, int kWarps> struct Unit {
     {
         return chunk->part == 0 && chunk->n_older >= 0 && rank() == n_ranks() - 1;
     }
-    /* The call's own tokens, straight from its K and V. */
+    /* The call's own tokens, straight from its K and V, if this warp deals with them. */
     __device__ __forceinline__ CallRows<S> load_call_rows() const
     {
         const int64_t first = chunk->first_token;
@@ -250,7 +274,7 @@ template <typename S, int kWarps> struct Unit {
                            p.tokens.k_stride_token,
                            static_cast<const uint16_t *>(p.tokens.v) + first * p.tokens.v_stride_token +
                                head() * p.tokens.v_stride_head,
-                           p.tokens.v_stride_token, chunk->n_new, p.layer.format.head_dim, lane);
+                           p.tokens.v_stride_token, has_call_rows() ? chunk->n_new : 0, p.layer.format.head_dim, lane);
     }
     /* Is token t of the call hidden from query token `query`? */
     __device__ __forceinline__ bool is_hidden(int t, int query) const
@@ -284,6 +308,7 @@ template <typename S, int kWarps> struct Unit {
      * the query too: such values go apart. */
     __device__ __forceinline__ void add_call_rows(CallRows<S> &rows)
     {
+        if (rows.n_tokens == 0) return;
         const bool has_bad = rows.n_tokens > 1 && rows.drop_bad_values(p.layer.format.dtype == HKV_BF16);
         add_rows(rows, chunk->n_older, true);
         if (unlikely(has_bad)) add_bad_values();

@@ -311,11 +311,9 @@ class Case
     void launch(int copy, cudaStream_t stream = nullptr) const
     {
         hkv::DecodeParams p = params(copy);
-        turn_ ^= 1;
-        if (turn_) {
-            p.partials += partials_.size() / 2;
-            p.references += references_.size() / 2;
-        }
+        turn_ = (turn_ + 1) % kTurns;
+        p.partials += partials_.size() / kTurns * turn_;
+        p.references += references_.size() / kTurns * turn_;
         CHECK_CUDA(hkv::launch_decode(shape_, p, stream));
     }
     /* Bytes of records and hot pages that a full read moves. */
@@ -586,8 +584,9 @@ class Case
         CHECK_CUDA(hkv::plan_decode(format_, spec_.group * most_new, progressive, blocks_per_sm, &shape_));
         const int n_chunks =
             hkv::max_chunks(shape_.n_workers, spec_.n_rows(), spec_.n_kv_heads, spec_.group * most_new, shape_.columns);
-        partials_ = DeviceArray<uint8_t>(2 * hkv::decode_partial_bytes(shape_, n_chunks));
-        references_ = DeviceArray<uint32_t>(2 * hkv::decode_reference_bytes(shape_, n_chunks) / sizeof(uint32_t));
+        partials_ = DeviceArray<uint8_t>(kTurns * hkv::decode_partial_bytes(shape_, n_chunks));
+        references_ =
+            DeviceArray<uint32_t>(kTurns * (hkv::decode_reference_bytes(shape_, n_chunks) / sizeof(uint32_t)));
         chunks_ = DeviceArray<hkv::Chunk>(n_chunks);
         schedule_words_ = DeviceArray<int32_t>(2);
         partials_.fill(0xff);
@@ -671,7 +670,8 @@ class Case
     DeviceArray<float> lse_, sinks_;
     DeviceArray<hkv_counters> counters_;
     std::vector<DeviceArray<uint8_t>> records_, pages_;
-    DeviceArray<uint8_t> partials_; /* twice what a launch needs, as are references_ */
+    static constexpr int kTurns = 8;
+    DeviceArray<uint8_t> partials_; /* kTurns times what a launch needs, as are references_ */
     mutable int turn_ = 0;
     DeviceArray<uint32_t> references_, read_mask_, skipped_mask_, refined_mask_;
     DeviceArray<hkv::Chunk> chunks_;
