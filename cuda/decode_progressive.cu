@@ -44,7 +44,7 @@ struct KeySlot {
 };
 
 /* A record that is to be read in full. */
-struct RefinedRecord {
+struct alignas(16) RefinedRecord {
     int32_t id, block;        /* physical, logical */
     int16_t n_tokens, planes; /* that it holds */
 };
@@ -198,6 +198,13 @@ __device__ __forceinline__ int block_of_bit(const DecodeParams &p, const Chunk &
         if (__all_sync(kFullWarp, number < before)) break;
     }
     return found;
+}
+
+/* A lane's word of chunk i; there may be no such chunk, but there is room for it. */
+constexpr int kChunkWords = sizeof(Chunk) / sizeof(int32_t);
+__device__ __forceinline__ int32_t chunk_word(const DecodeParams &p, int i, int lane)
+{
+    return lane < kChunkWords ? reinterpret_cast<const int32_t *>(p.schedule.chunks + i)[lane] : 0;
 }
 
 /* Addresses made from x are not worth a register outside the loop that uses them. */
@@ -602,7 +609,7 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
      * under way, the next ones are scored until another one's values are wanted, too. */
     __device__ __forceinline__ void read_records()
     {
-        bool is_pending = false;
+        bool is_pending = false, is_full = false;
         for (;;) {
             const bool goes_on = n_ahead > 0;
             const uint8_t *record = nullptr;
@@ -612,7 +619,8 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
             if (goes_on) {
                 const RestKind kind = score_next(x, record);
                 __syncwarp();
-                if (mine().n_refined < kMaxRefined) fetch_keys();
+                if (unlikely(kind == kAllTheRest)) is_full = mine().n_refined >= kMaxRefined;
+                if (!is_full) fetch_keys();
                 if (kind != kValuesHigh) continue;
             }
             float4 *pending = &mine().pending[0][lane];
@@ -713,22 +721,26 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
     __device__ __forceinline__ void refine(bool together)
     {
         if (together) this->meet_ranks();
-        int owner = together ? this->head_index() : warp, index = 0, tile = together ? rank() : 0;
+        /* Lane i: records that ranks up to i have put off, as far as this warp deals with them. */
+        const bool is_heard = lane < n_ranks() && (together || lane == rank());
+        int end = is_heard ? memory_of(this->head_index() + lane * this->n_heads).n_refined : 0;
+#pragma unroll
+        for (int step = 1; step < 8; step <<= 1) {
+            const int other = __shfl_up_sync(kFullWarp, end, step);
+            if (lane >= step) end += other;
+        }
+        const int n_tiles = __shfl_sync(kFullWarp, end, n_ranks() - 1) * kTiles, stride = together ? n_ranks() : 1;
         const Piece piece = piece_of_lane();
-        const int to_next_owner = together ? this->n_heads : kWarps, stride = together ? n_ranks() : 1;
-        for (;;) {
+        for (int next = together ? rank() : 0;;) {
             keep_local(warp);
             keep_local(lane);
-            while (n_ahead < p.n_stages) {
-                for (; tile >= kTiles; tile -= kTiles) index++;
-                while (owner < kWarps && index >= memory_of(owner).n_refined) {
-                    index -= memory_of(owner).n_refined;
-                    owner += to_next_owner;
-                }
-                if (owner >= kWarps) break;
-                const RefinedRecord refined = memory_of(owner).refined[index];
+            for (; n_ahead < p.n_stages && next < n_tiles; next += stride) {
+                const int record = next / kTiles, tile = next % kTiles;
+                const int owner = __popc(__ballot_sync(kFullWarp, lane < n_ranks() && end <= record));
+                const int before = __shfl_sync(kFullWarp, end, max(owner - 1, 0));
+                const RefinedRecord refined =
+                    memory_of(this->head_index() + owner * this->n_heads).refined[owner ? record - before : record];
                 if (tile * HKV_TILE_TOKENS < refined.n_tokens) fetch_tile(refined, tile, piece);
-                tile += stride;
             }
             if (n_ahead == 0) break;
             add_tile();
@@ -745,14 +757,11 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
         start_list();
         for (int i = 0; i < p.n_stages; i++) fetch_keys();
     }
-    /* Chunk i of the schedule, close at hand. */
-    __device__ __forceinline__ void take_chunk(int i)
+    /* Have chunk i of the schedule close at hand, whose word this is. */
+    __device__ __forceinline__ void take_chunk(int32_t word)
     {
-        constexpr int kWords = sizeof(Chunk) / sizeof(int32_t);
         __syncwarp();
-        if (lane < kWords)
-            reinterpret_cast<int32_t *>(&mine().chunk)[lane] =
-                reinterpret_cast<const int32_t *>(p.schedule.chunks + i)[lane];
+        if (lane < kChunkWords) reinterpret_cast<int32_t *>(&mine().chunk)[lane] = word;
         __syncwarp();
         chunk = &mine().chunk;
         if (lane == 0) mine().first_record = p.layer.record(0, this->head());
@@ -804,18 +813,17 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
         fence_copies(); /* partial results lay where values come next */
         __syncwarp();
     }
-    __device__ void run()
+    __device__ void run(int n_chunks, int32_t first_word)
     {
         waited = false;
         n_ahead = score_slot = 0;
         score_parity = n_values = 0;
-        asm volatile("prefetch.global.L1 [%0];" ::"l"(p.schedule.chunks + blockIdx.x));
-        for (int i = blockIdx.x; i < *p.schedule.n_chunks; i += gridDim.x) {
-            take_chunk(i);
+        for (int i = blockIdx.x; i < n_chunks; i += gridDim.x) {
+            take_chunk(i < gridDim.x ? first_word : chunk_word(p, i, lane));
             read_chunk();
         }
-        for (int i = blockIdx.x; i < *p.schedule.n_chunks; i += gridDim.x) {
-            take_chunk(i);
+        for (int i = blockIdx.x; i < n_chunks; i += gridDim.x) {
+            if (n_chunks > gridDim.x) take_chunk(chunk_word(p, i, lane));
             if (chunk->n_parts > 1 && this->merge_parts() && lane < S::kColumns)
                 store_shared_word(reference_words() + lane, kAbsent);
         }
@@ -829,6 +837,8 @@ __global__ void __launch_bounds__(kWarps * 32, kHasRoom ? kBlocksPerSm : 1)
 {
     extern __shared__ __align__(128) uint8_t memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, dim = p.layer.format.stored_dim;
+    const int n_heads = *p.schedule.heads_per_chunk, n_chunks = *p.schedule.n_chunks; /* all under way at once */
+    const int32_t first_word = chunk_word(p, blockIdx.x, lane);
     const int warp_stride = warp_bytes(dim) + p.n_stages * key_slot_bytes(dim);
     uint8_t *warps = memory + kMaxChunkHeads * S::kQueryBytes;
     WarpMemory &mine = *reinterpret_cast<WarpMemory *>(warps + warp * warp_stride);
@@ -837,12 +847,11 @@ __global__ void __launch_bounds__(kWarps * 32, kHasRoom ? kBlocksPerSm : 1)
     if (lane == 0) mine.n_refined = 0;
     fence_barrier_init();
     __syncthreads(); /* warps that no head is left for have put nothing off either */
-    const int n_heads = *p.schedule.heads_per_chunk;
     if (warp >= kWarps / n_heads * n_heads) return;
     ProgressiveReader<S> reader{{p, memory + (warp & (n_heads - 1)) * S::kQueryBytes, warps + kWarpMemoryBytes, warp_stride,
                                  &mine.tally, warp, lane, n_heads, S{dim}},
                                 warps};
-    reader.run();
+    reader.run(n_chunks, first_word);
 }
 
 template <typename S, int kBlocksPerSm> Variant variant_of(const hkv_format &format)
