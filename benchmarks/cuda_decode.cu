@@ -90,8 +90,8 @@ void decode_row(Table &table, const std::string &name, Spec s, double must, doub
     table.add({name, us, must, aim, c.bytes(), error, note});
 }
 
-/* Given shares of the records are skipped and refined: by the default thresholds where keys are graded, else by bisection
- * over what the kernel counts. */
+/* Given shares of the records are skipped and refined: by the default thresholds where keys are graded, else by
+ * bisection over what the kernel counts. */
 void progressive_row(Table &table, const std::string &name, Spec s, double skipped, double refined, double must,
                      double aim)
 {

@@ -82,7 +82,7 @@ void select_rows(Table &table, const std::string &name, Spec s, int top_k, uint3
     CHECK_CUDA(cudaDeviceSynchronize());
     Selection selection(c, top_k);
     hkv::DecodeParams &d = c.base_params();
-    d.counters = nullptr;
+    d.skipped_mask = d.refined_mask = nullptr;
     d.read_mask = selection.mask.get();
     d.mask_words = selection.p.mask_words;
     const int n = launches_for(s.copies);

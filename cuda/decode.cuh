@@ -73,8 +73,9 @@ cudaError_t plan_decode(const hkv_format &format, int columns_wanted, bool progr
 size_t decode_partial_bytes(const DecodeShape &shape, int max_chunks);
 size_t decode_reference_bytes(const DecodeShape &shape, int max_chunks);
 
-/* Before its wait the kernel reads q, k, v, tables of the plan and records of earlier steps: its predecessor in the
- * stream, append or selection, must have nothing to do with them. */
+/* Before its wait the kernel reads q, k, v, tables of the plan, pages and records of earlier steps, and writes partial
+ * results and its output: its predecessor in the stream, append or selection, must have nothing to do with them. Two
+ * launches that follow each other directly must not share partials and references. */
 cudaError_t launch_decode(const DecodeShape &shape, const DecodeParams &params, cudaStream_t stream);
 
 } // namespace hkv

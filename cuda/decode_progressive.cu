@@ -7,16 +7,18 @@
  * Grid. n_workers blocks of kWarps warps, no producer. Every warp has records of its own (of a chunk with one head
  * every kWarps-th), a ring of its own for their K high and a slot for values, and starts its own copies: so a warp that
  * waits for something keeps nobody else waiting. While a record's values are under way, the next one is scored. Records
- * that are to be refined are put off: their rest comes into L2 meanwhile, and when all others are read, the warps of a
- * head share them by tiles of 16 tokens, straight from L2 into registers, as the words of a plane are operands already.
+ * that are to be refined are put off; when all others are read, the warps of a head share them by tiles of 16 tokens,
+ * which come through the ring of keys too.
  *
  * Bytes. At D = 128, per token, layer and KV head: 73 (K high with its parameters), then nothing, 68 (V high), or 196
- * and K high again, from L2.
+ * and K high with its parameters again, the latter for every 16 tokens.
  *
  * Why this tiling. 12 warps an SM are as many as have 168 registers each; two slots a warp for keys are 112 KB an SM,
  * twice what the memory needs under way. Which records are refined is a matter of luck: a warp that had to deal with
  * its own alone would keep the whole launch waiting. Decisions, and so sums and their order, depend on the data alone.
- * docs/kernels.md has the alternatives and their times.
+ * What a warp does for every record is what its speed depends on, instruction by instruction: so what a chunk needs is
+ * close at hand, and what is seldom asked for is computed where it is asked for. docs/kernels.md has the alternatives
+ * and their times.
  */
 #include "decode_unit.cuh"
 #include "decode_variant.cuh"
@@ -95,8 +97,8 @@ struct RecordList {
 struct WarpMemory {
     Chunk chunk;                 /* that is under way */
     const uint8_t *first_record; /* of the chunk's head: that of block 0 */
-    float2 reference[32];       /* a lane's: log2-sum-exp of the hot part */
-    float4 pending[kTiles][32]; /* scores of the record whose values are under way: 16 registers less */
+    float2 reference[32];        /* a lane's: log2-sum-exp of the hot part */
+    float4 pending[kTiles][32];  /* scores of the record whose values are under way: 16 registers less */
     uint64_t key_full[kMaxKeySlots], value_full[kValueSlots];
     KeySlot keys[kMaxKeySlots];
     TileSlot tiles[kMaxKeySlots];
@@ -428,9 +430,9 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
         const int row_bytes = p.layer.format.row_bytes;
         while (pieces.n_tokens > 0) {
             await_values();
-            this->add_rows(PageRows{shared_address(values_of(pieces.source)), row_bytes, row_bytes / 32, 0,
-                                    pieces.n_tokens},
-                           pieces.position, false);
+            this->add_rows(
+                PageRows{shared_address(values_of(pieces.source)), row_bytes, row_bytes / 32, 0, pieces.n_tokens},
+                pieces.position, false);
             __syncwarp();
             fetch_hot_piece(pieces);
         }
@@ -538,7 +540,8 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
                                                        : hkv_record_prefix_bytes(&f, hkv_record_precision(planes));
         n_counted += lane == kind ? 1 : lane == kCountedBytes ? n_bytes : 0;
         if (kind == kNoRest) skipped_share += share;
-        if (unlikely(p.skipped_mask) && kind != kValuesHigh) mark(kind == kNoRest ? p.skipped_mask : p.refined_mask, block);
+        if (unlikely(p.skipped_mask) && kind != kValuesHigh)
+            mark(kind == kNoRest ? p.skipped_mask : p.refined_mask, block);
     }
     /* The chunk's counts, for report(). */
     __device__ __forceinline__ void tell_tally() const
@@ -605,8 +608,8 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
         add_record_values<false, kTiles>(shape, acc, x, rest, values, values, lane);
         __syncwarp();
     }
-    /* Read on until there is nothing left or no more can be put off; the ring is empty then. While a record's values are
-     * under way, the next ones are scored until another one's values are wanted, too. */
+    /* Read on until there is nothing left or no more can be put off; the ring is empty then. While a record's values
+     * are under way, the next ones are scored until another one's values are wanted, too. */
     __device__ __forceinline__ void read_records()
     {
         bool is_pending = false, is_full = false;
@@ -640,14 +643,6 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
     __device__ __forceinline__ void put_off(const RefinedRecord &refined)
     {
         if (lane == 0) mine().refined[mine().n_refined++] = refined;
-#if HKV_PREFETCH
-        const Layout layout = shape.layout();
-        prefetch_to_l2(p.layer.record(refined.id, this->head()) + layout.v_params(),
-                       static_cast<uint32_t>(
-                           (refined.planes & HKV_PLANE_V_LOW ? layout.v_low() + layout.plane() : layout.v_low()) -
-                           layout.v_params()),
-                       lane);
-#endif
     }
     /* A lane's piece of the tiles that are copied. */
     struct Piece {
@@ -688,8 +683,7 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
         if (lane == 0)
             mine().tiles[i] = {refined.block * kBlockTokens + tile * HKV_TILE_TOKENS, skew,
                                static_cast<int16_t>(refined.n_tokens - tile * HKV_TILE_TOKENS), refined.planes};
-        const int n_total =
-            to.planes() + (with_low_values ? 4 : 3) * to.plane() + to.n_groups() * 4 * HKV_TILE_TOKENS;
+        const int n_total = to.planes() + (with_low_values ? 4 : 3) * to.plane() + to.n_groups() * 4 * HKV_TILE_TOKENS;
         copy_pieces_to_shared(shared_address(key_slot(i)) + skew + piece.target,
                               record + piece.source + tile * piece.source_step,
                               piece.is_low_values && !with_low_values ? 0u : static_cast<uint32_t>(piece.n_bytes),
@@ -782,7 +776,9 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
         HotPieces hot = {};
         if (chunk->part == 0) hot = start_hot_pages();
         const bool must_wait = p.read_mask && !waited; /* for the mask */
-        if (!must_wait) start_records();
+        /* What other chunks wait for comes first. */
+        const bool is_late = must_wait || (chunk->part == 0 && chunk->n_parts > 1);
+        if (!is_late) start_records();
         this->store_queries(queries, rank(), n_ranks());
         this->meet_ranks();
         this->add_call_rows(rows);
@@ -790,13 +786,9 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
             add_hot_pages(hot);
             publish_reference();
         }
-        if (must_wait) {
-            wait_once();
-            start_records();
-        }
-#if !HKV_LATE
+        if (must_wait) wait_once();
+        if (is_late) start_records();
         let_successor_start(); /* not earlier: its blocks take places that those of this launch should have */
-#endif
         for (;;) {
             read_records();
             const bool is_done = !has_more();
@@ -804,9 +796,6 @@ template <typename S> struct ProgressiveReader : Unit<S, kWarps> {
             if (is_done) break;
             for (int i = 0; i < p.n_stages; i++) fetch_keys();
         }
-#if HKV_LATE
-        let_successor_start();
-#endif
         tell_tally();
         this->report();
         this->finish_chunk();
@@ -848,8 +837,8 @@ __global__ void __launch_bounds__(kWarps * 32, kHasRoom ? kBlocksPerSm : 1)
     fence_barrier_init();
     __syncthreads(); /* warps that no head is left for have put nothing off either */
     if (warp >= kWarps / n_heads * n_heads) return;
-    ProgressiveReader<S> reader{{p, memory + (warp & (n_heads - 1)) * S::kQueryBytes, warps + kWarpMemoryBytes, warp_stride,
-                                 &mine.tally, warp, lane, n_heads, S{dim}},
+    ProgressiveReader<S> reader{{p, memory + (warp & (n_heads - 1)) * S::kQueryBytes, warps + kWarpMemoryBytes,
+                                 warp_stride, &mine.tally, warp, lane, n_heads, S{dim}},
                                 warps};
     reader.run(n_chunks, first_word);
 }

@@ -187,8 +187,10 @@ __global__ void grade_kernel(uint16_t *k, int64_t first_block, int row_blocks, i
         place = (place * (2 * (seed >> 5 * i) + 0x9E3779B1u) + seed) & mask;
         place ^= place >> 3;
     }
-    const float u = (static_cast<float>(place) + 0.5f) / static_cast<float>(mask + 1),
-                share = u < low ? 1e-4f : u >= 1.f - high ? 0.2f : 7e-3f;
+    const float u = (static_cast<float>(place) + 0.5f) / static_cast<float>(mask + 1), share = u < low ? 1e-4f
+                                                                                               : u >= 1.f - high
+                                                                                                   ? 0.2f
+                                                                                                   : 7e-3f;
     const float shift = (logf(share) - logf(float(hkv::kBlockTokens) / n_hot)) * sqrtf(float(dim)) / kAlong;
     k[((static_cast<int64_t>(blockIdx.x) * hkv::kBlockTokens + token) * heads + head) * dim] = element(shift, dtype);
 }
@@ -235,7 +237,7 @@ struct Spec {
     float unselected_share = 0; /* of those of L2, with bit 0 in a read_mask; there is none where it is 0 */
     Values values = Values::kNormal;
     float low_share = 0, high_share = 0; /* of graded keys' blocks */
-    int copies = 1; /* of the cache, to rotate over */
+    int copies = 1;                      /* of the cache, to rotate over */
     uint32_t seed = 1;
 
     int n_rows() const
