@@ -223,8 +223,8 @@ template <int kSteps> struct KeyParams {
 
 /* Shared memory of the ranking. Between searches bins and n_listed are zero. */
 struct Ranking {
-    uint32_t bins[kBins + 1];
-    uint32_t list[kListed][3]; /* ranks: field by field, larger comes first */
+    alignas(16) uint32_t bins[kBins + 1];
+    alignas(16) uint32_t list[kListed][4]; /* ranks: field by field, larger comes first; the last is of no use */
     uint32_t low[kWarps], high[kWarps], sums[kWarps];
     Mass masses[kWarps];
     uint32_t bin, before, in_bin;
@@ -330,9 +330,11 @@ template <bool kIsStaged> struct Selection {
         const int first_bin = (kThreads - 1 - static_cast<int>(threadIdx.x)) * kPerThread; /* the first have the last */
         uint32_t own[kPerThread], upto = 0;
 #pragma unroll
-        for (int i = 0; i < kPerThread; i++) {
-            upto += own[i] = r.bins[first_bin + i];
-            r.bins[first_bin + i] = 0;
+        for (int i = 0; i < kPerThread; i += 4) { /* 16 bytes at a time: single words would lie in few banks */
+            uint4 &four = *reinterpret_cast<uint4 *>(&r.bins[first_bin + i]);
+            own[i] = four.x, own[i + 1] = four.y, own[i + 2] = four.z, own[i + 3] = four.w;
+            four = make_uint4(0, 0, 0, 0);
+            upto += own[i] + own[i + 1] + own[i + 2] + own[i + 3];
         }
         const uint32_t total = upto;
 #pragma unroll
@@ -387,16 +389,16 @@ template <bool kIsStaged> struct Selection {
         __syncthreads();
         const int n_listed = r.n_listed;
         if (static_cast<int>(threadIdx.x) < n_listed) {
-            const uint32_t *own = r.list[threadIdx.x];
+            const uint4 own = *reinterpret_cast<const uint4 *>(r.list[threadIdx.x]);
             uint32_t n_before = 0;
-#pragma unroll 1
+#pragma unroll 4
             for (int i = 0; i < n_listed; i++) {
-                const uint32_t *other = r.list[i];
-                n_before += other[0] != own[0]   ? other[0] > own[0]
-                            : other[1] != own[1] ? other[1] > own[1]
-                                                 : other[2] > own[2];
+                const uint4 other = *reinterpret_cast<const uint4 *>(r.list[i]);
+                n_before += other.x != own.x   ? other.x > own.x
+                            : other.y != own.y ? other.y > own.y
+                                               : other.z > own.z;
             }
-            if (n_before < need) take(static_cast<int>(~own[2]));
+            if (n_before < need) take(static_cast<int>(~own.z));
         }
         __syncthreads();
         if (threadIdx.x == 0) r.n_listed = 0;
@@ -524,18 +526,18 @@ template <bool kIsStaged> struct Selection {
     __device__ int run(int top_k, const Range &bounds, const Range &histories, float scale, float min_mass) const
     {
         const float largest = float_of_key(bounds.high);
-        const bool has_histories = histories.low < histories.high; /* else the order is that of bounds */
-        const uint32_t n_by_bound = static_cast<uint32_t>(top_k + 1) / 2, n_by_history = top_k - n_by_bound;
+        const bool has_histories = histories.low < histories.high; /* else the order is that of bounds throughout */
+        const uint32_t n_by_bound = has_histories ? static_cast<uint32_t>(top_k + 1) / 2 : top_k,
+                       n_by_history = top_k - n_by_bound;
         Mass allowed = 0;
         if (min_mass > 0.f)
             allowed = static_cast<Mass>(static_cast<double>(mass_from(0, 0, scale, largest)) *
                                         (1.0 - static_cast<double>(min_mass)));
 #pragma unroll 1
         for (int pass = 0; pass < (n_by_history ? 2 : 1); pass++) {
-            const bool by_history = pass == 1 && has_histories;
-            take_first({by_history ? candidates.histories() : candidates.bounds(), candidates.bounds()},
-                       pass == 0 ? n_by_bound : n_by_history, by_history ? histories.low : bounds.low,
-                       by_history ? histories.high : bounds.high);
+            const Range &range = pass ? histories : bounds;
+            take_first({pass ? candidates.histories() : candidates.bounds(), candidates.bounds()},
+                       pass ? n_by_history : n_by_bound, range.low, range.high);
         }
         if (min_mass <= 0.f) return top_k;
         const Mass left = mass_from(0, 0, scale, largest);
