@@ -47,9 +47,10 @@ static hkv_status check_options(const hkv_cache_options *options, hkv_error *err
         HKV_TRY(check_range("max_step_tokens", options->max_step_tokens, options->max_sequences, 1 << 30, error));
     HKV_TRY(check_range("prefix_reuse", options->prefix_reuse, 0, 1, error));
     HKV_TRY(check_range("test_hash_bits", options->test_hash_bits, 0, 63, error));
-    if (options->memory_bytes == 0 && options->max_tokens == 0)
+    if (options->memory_bytes == 0 && options->max_tokens == 0 && options->memory.base == NULL)
         return hkv_error_set(error, HKV_ERR_ARGUMENT, "memory_bytes",
-                             "memory_bytes and max_tokens are both 0; one of them must bound the cache");
+                             "memory_bytes and max_tokens are both 0 and there is no memory; one of them must bound "
+                             "the cache");
     return HKV_OK;
 }
 

@@ -38,6 +38,12 @@ static void *take(hkv_cache *c, hkv_arena *arena, hkv_memory_kind kind, size_t n
     ((pointer) = take(c, arena, kind, (size_t)(n), sizeof *(pointer), TABLE_ALIGNMENT))
 #define TAKE(pointer, kind, n) TAKE_AT(&c->host_arena, pointer, kind, n)
 
+/* Does the arena lie in memory of the caller? */
+static bool is_in_memory(const hkv_cache *c, const hkv_arena *arena)
+{
+    return c->options.memory.base != NULL && (arena == &c->device_arena) == c->is_device;
+}
+
 /* The allocator of a store on the CPU: its share of the arena, front to back. hkv_store_required_bytes counts on at
  * most ARENA_ALIGNMENT; what asks for more only wishes for huge pages. */
 static void *store_alloc(void *ctx, size_t n_bytes, size_t alignment)
@@ -142,7 +148,8 @@ static void lay_out(hkv_cache *c)
                     (size_t)c->format.element_bytes, TABLE_ALIGNMENT);
     if (c->options.prefix_reuse) lay_out_prefix(c);
     for (int32_t group = 0; group < c->n_groups; group++) lay_out_group(c, group);
-    if (c->host_arena.used >= HUGE_FROM) take(c, &c->host_arena, HKV_MEMORY_UNUSED, 0, 1, HUGE_PAGE);
+    if (c->host_arena.used >= HUGE_FROM && !is_in_memory(c, &c->host_arena))
+        take(c, &c->host_arena, HKV_MEMORY_UNUSED, 0, 1, HUGE_PAGE);
 }
 
 /* ----------------------------------------------------------------------------------------------------------- size */
@@ -167,6 +174,7 @@ hkv_store_options hkv_cache_store_options(const hkv_cache *c, int32_t group_idx)
         .threads = c->options.threads,
         .cpu_path = c->options.cpu_path,
         .allocator = c->is_device ? c->options.allocator : &g->store_allocator,
+        .memory = g->store_memory,
     };
 }
 
@@ -227,7 +235,22 @@ static hkv_status set_group_size(hkv_cache *c, int32_t group_idx, int32_t n_trun
     g->n_hot_pages = choose_hot_pages(c, g);
     g->hot_bytes = (size_t)hot_page_bytes(c, g) * (size_t)g->n_hot_pages;
     hkv_store_options options = hkv_cache_store_options(c, group_idx);
-    return hkv_store_required_bytes(&options, &g->store_bytes, error);
+    HKV_TRY(hkv_store_required_bytes(&options, &g->store_bytes, error));
+    return hkv_store_memory_bytes(&options, &g->store_memory.n_bytes, error);
+}
+
+/* Bytes of the caller's memory that the cache takes: its arena, on a device followed by what the stores keep there;
+ * with a base their memory is set. SIZE_MAX if that cannot be addressed. */
+static size_t lay_out_memory(hkv_cache *c, uint8_t *base)
+{
+    size_t used = c->is_device ? c->device_arena.used : c->host_arena.used;
+    for (int32_t group = 0; c->is_device && group < c->n_groups; group++) {
+        hkv_memory *memory = &c->groups[group].store_memory;
+        if (!hkv_size_align(used, HKV_MEMORY_ALIGNMENT, &used)) return SIZE_MAX;
+        if (base != NULL) memory->base = base + used;
+        if (!hkv_size_add(used, memory->n_bytes, &used)) return SIZE_MAX;
+    }
+    return used;
 }
 
 /* Everything that follows from the number of trunk blocks (without the null block); *n_bytes is what all takes. */
@@ -260,24 +283,35 @@ static int64_t blocks_for_tokens(const hkv_cache *c)
     return n_partial + (n_tokens - n_partial) / c->block_tokens + n_sequences / 2;
 }
 
+static bool fits_memory(hkv_cache *c)
+{
+    return c->options.memory.base == NULL || lay_out_memory(c, NULL) <= hkv_memory_align(c->options.memory).n_bytes;
+}
+
 static bool fits(hkv_cache *c, int32_t n_trunk_blocks, size_t bound)
 {
     size_t n_bytes;
-    return set_size(c, n_trunk_blocks, &n_bytes, NULL) == HKV_OK && n_bytes <= bound;
+    return set_size(c, n_trunk_blocks, &n_bytes, NULL) == HKV_OK && n_bytes <= bound && fits_memory(c);
+}
+
+static hkv_status fail_small(const hkv_cache *c, const char *what, size_t bound, size_t n_bytes, hkv_error *error)
+{
+    return hkv_error_set(error, HKV_ERR_BUDGET_SMALL, what,
+                         "%s = %zu is too small: a cache of one block of %" PRId32
+                         " tokens for max_sequences = %" PRId32 " takes %zu bytes",
+                         what, bound, c->block_tokens, c->max_sequences, n_bytes);
 }
 
 hkv_status hkv_cache_choose_size(hkv_cache *c, hkv_error *error)
 {
-    size_t n_bytes, bound = c->options.memory_bytes;
+    const bool has_memory = c->options.memory.base != NULL;
+    size_t n_bytes, bound = c->options.memory_bytes > 0 || !has_memory ? c->options.memory_bytes : SIZE_MAX;
     int64_t most = INT32_MAX / c->block_tokens;
     if (c->options.max_tokens > 0) most = hkv_min_i64(most, blocks_for_tokens(c));
     if (bound == 0) return set_size(c, (int32_t)most, &n_bytes, error);
     HKV_TRY(set_size(c, 1, &n_bytes, error));
-    if (n_bytes > bound)
-        return hkv_error_set(error, HKV_ERR_BUDGET_SMALL, "memory_bytes",
-                             "memory_bytes = %zu is too small: a cache of one block of %" PRId32
-                             " tokens for max_sequences = %" PRId32 " takes %zu bytes",
-                             bound, c->block_tokens, c->max_sequences, n_bytes);
+    if (n_bytes > bound) return fail_small(c, "memory_bytes", bound, n_bytes, error);
+    if (!fits_memory(c)) return fail_small(c, "memory", c->options.memory.n_bytes, lay_out_memory(c, NULL), error);
     int32_t lowest = 1, highest = (int32_t)most; /* lowest fits */
     while (lowest < highest) {
         int32_t middle = lowest + (highest - lowest + 1) / 2;
@@ -291,22 +325,33 @@ hkv_status hkv_cache_choose_size(hkv_cache *c, hkv_error *error)
 
 /* ------------------------------------------------------------------------------------------------------ placement */
 
+static hkv_status alloc_arena(const hkv_cache *c, hkv_arena *arena, const hkv_backend *backend, int32_t device_index,
+                              hkv_error *error)
+{
+    void *base = hkv_memory_align(c->options.memory).base;
+    if (!is_in_memory(c, arena)) HKV_TRY(backend->alloc(device_index, c->options.allocator, arena->size, &base, error));
+    arena->base = base;
+    return HKV_OK;
+}
+
+static void release_arena(const hkv_arena *arena, const hkv_backend *backend, int32_t device_index,
+                          const hkv_allocator *allocator, bool is_in_memory)
+{
+    if (arena->base != NULL && !is_in_memory) backend->release(device_index, allocator, arena->base, arena->size);
+}
+
 /* Host memory of the CPU comes from its backend too, which knows about huge pages. */
 static hkv_status alloc_arenas(hkv_cache *c, hkv_error *error)
 {
-    const hkv_backend *host = hkv_backend_cpu();
-    void *host_base, *device_base = NULL;
-    HKV_TRY(host->alloc(0, c->options.allocator, c->host_arena.size, &host_base, error));
+    HKV_TRY(alloc_arena(c, &c->host_arena, hkv_backend_cpu(), 0, error));
     if (c->is_device) {
-        hkv_status status =
-            c->backend->alloc(c->options.device_index, c->options.allocator, c->device_arena.size, &device_base, error);
+        hkv_status status = alloc_arena(c, &c->device_arena, c->backend, c->options.device_index, error);
         if (status != HKV_OK) {
-            host->release(0, c->options.allocator, host_base, c->host_arena.size);
+            release_arena(&c->host_arena, hkv_backend_cpu(), 0, c->options.allocator, is_in_memory(c, &c->host_arena));
             return status;
         }
+        if (is_in_memory(c, &c->device_arena)) (void)lay_out_memory(c, c->device_arena.base);
     }
-    c->host_arena.base = host_base;
-    c->device_arena.base = device_base;
     return HKV_OK;
 }
 
@@ -340,9 +385,10 @@ hkv_status hkv_cache_place(const hkv_cache *draft, hkv_cache **placed, hkv_error
 
 void hkv_cache_release_memory(hkv_cache *c)
 {
-    hkv_allocator allocator = c->allocator;
+    const hkv_allocator allocator = c->allocator;
     const hkv_allocator *used = c->options.allocator == NULL ? NULL : &allocator;
-    if (c->device_arena.base != NULL)
-        c->backend->release(c->options.device_index, used, c->device_arena.base, c->device_arena.size);
-    hkv_backend_cpu()->release(0, used, c->host_arena.base, c->host_arena.size);
+    const hkv_arena host_arena = c->host_arena; /* in which the cache itself lies */
+    const bool is_lent = is_in_memory(c, &c->host_arena);
+    release_arena(&c->device_arena, c->backend, c->options.device_index, used, is_in_memory(c, &c->device_arena));
+    release_arena(&host_arena, hkv_backend_cpu(), 0, used, is_lent);
 }

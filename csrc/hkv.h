@@ -64,7 +64,7 @@ typedef enum hkv_status {
     /* 3x: resources */
     HKV_ERR_NO_MEMORY = -30,    /* the allocator said no */
     HKV_ERR_CACHE_FULL = -31,   /* no block, sequence slot or hot page left; freeing sequences helps */
-    HKV_ERR_BUDGET_SMALL = -32, /* memory_bytes cannot hold even one sequence */
+    HKV_ERR_BUDGET_SMALL = -32, /* memory_bytes or memory cannot hold even one sequence */
     /* 4x: the device */
     HKV_ERR_NO_DEVICE = -40, /* no such device, driver or backend library */
     HKV_ERR_DEVICE = -41     /* a device call failed */
@@ -89,6 +89,16 @@ typedef struct hkv_allocator {
     void (*release)(void *ctx, void *ptr, size_t n_bytes);
     void *ctx;
 } hkv_allocator;
+
+/* Memory of the caller in which an object keeps what would else be its own allocation: host memory for the CPU, memory
+ * of the object's device for any other. It is the object's alone until the object is destroyed, and must be there as
+ * long; what it holds before and after means nothing. It may begin anywhere: the object uses it from the first multiple
+ * of HKV_MEMORY_ALIGNMENT on. base = NULL: there is none. */
+#define HKV_MEMORY_ALIGNMENT 512
+typedef struct hkv_memory {
+    void *base;
+    size_t n_bytes;
+} hkv_memory;
 
 /* ---------------------------------------------------------------------------------------------------- configuration */
 
@@ -269,6 +279,7 @@ typedef struct hkv_store_options {
     hkv_threads *threads;           /* CPU only; kept */
     const char *cpu_path;           /* NULL: the best one, or the one named by HYBRIDKV_CPU */
     const hkv_allocator *allocator; /* NULL = malloc */
+    hkv_memory memory;              /* for hkv_store_memory_bytes(); base NULL: the backend allocates */
 } hkv_store_options;
 
 /* Bytes of one token of one KV head in a page, for the engine's page size: record_bytes / T. Whole for T = 64. */
@@ -277,6 +288,10 @@ hkv_status hkv_store_page_bytes(const hkv_config *config, int32_t head_dim, hkv_
 /* Host (or device) bytes a store of these options allocates, hot pages included. */
 hkv_status hkv_store_required_bytes(const hkv_store_options *options, size_t *n_bytes, hkv_error *error);
 
+/* Those of them that lie in options.memory if there is one: hot pages, tables and scratch. */
+hkv_status hkv_store_memory_bytes(const hkv_store_options *options, size_t *n_bytes, hkv_error *error);
+
+/* HKV_ERR_BUDGET_SMALL if options.memory is too small. */
 hkv_status hkv_store_create(const hkv_store_options *options, hkv_store **store, hkv_error *error);
 void hkv_store_destroy(hkv_store *store); /* captured graphs: as hkv_cache_destroy says */
 
@@ -337,8 +352,11 @@ typedef uint64_t hkv_sequence;
 typedef struct hkv_cache_options {
     hkv_config config;
     hkv_model model;
-    size_t memory_bytes;        /* hard bound over everything the cache allocates; 0: derive it from max_tokens */
-    int64_t max_tokens;         /* tokens over all sequences; 0: as many as memory_bytes holds */
+    size_t memory_bytes; /* hard bound over everything the cache allocates; 0: derive it from max_tokens */
+    /* Another bound: everything on the CPU, and on a device all that lies there (its tables on the host are a few
+     * bytes a block), is in this memory; base NULL: the backend allocates it. */
+    hkv_memory memory;
+    int64_t max_tokens;         /* tokens over all sequences; 0: as many as memory_bytes and memory hold */
     int32_t max_sequences;      /* >= 1 */
     int64_t max_step_tokens;    /* largest number of new tokens in a step, >= max_sequences; 0 = 8192 */
     size_t hot_memory_bytes;    /* 0: the guaranteed size; smaller is allowed and stays correct */

@@ -36,6 +36,9 @@ bool hkv_size_add(size_t a, size_t b, size_t *total);
 /* n rounded up to a multiple of alignment, a power of two. */
 bool hkv_size_align(size_t n, size_t alignment, size_t *total);
 
+/* The part of a caller's memory that is used: from the first multiple of HKV_MEMORY_ALIGNMENT on. */
+hkv_memory hkv_memory_align(hkv_memory memory);
+
 /* Host memory from `allocator`, NULL = malloc. NULL if there is none; n_bytes = 0 gives a pointer like any other. */
 void *hkv_allocate(const hkv_allocator *allocator, size_t n_bytes, size_t alignment);
 /* ptr may be NULL; n_bytes as it was asked for. */

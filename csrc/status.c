@@ -73,6 +73,14 @@ bool hkv_size_align(size_t n, size_t alignment, size_t *total)
     return true;
 }
 
+hkv_memory hkv_memory_align(hkv_memory memory)
+{
+    size_t skew = -(size_t)(uintptr_t)memory.base % HKV_MEMORY_ALIGNMENT;
+    if (memory.base == NULL) return memory;
+    if (skew > memory.n_bytes) skew = memory.n_bytes;
+    return (hkv_memory){(uint8_t *)memory.base + skew, memory.n_bytes - skew};
+}
+
 void *hkv_allocate(const hkv_allocator *allocator, size_t n_bytes, size_t alignment)
 {
     if (n_bytes == 0) n_bytes = 1;

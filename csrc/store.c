@@ -30,6 +30,7 @@ struct hkv_store {
     int32_t device_index;
     bool has_allocator;
     hkv_allocator allocator;
+    bool has_memory; /* of the caller */
     store_sizes sizes;
     void *tables;
     hkv_group group;
@@ -224,15 +225,31 @@ static hkv_status measure(const hkv_backend *backend, int32_t device_index, hkv_
     return backend->measure_workspace(g, device_index, &sizes->workspace, error);
 }
 
-/* As an arena hands them out: one after the other, all but the first and last at HKV_HOT_ALIGN. */
-static bool add_up(const store_sizes *sizes, size_t *total)
+/* As they lie in the caller's memory, or where an arena hands them out: one after the other, at HKV_HOT_ALIGN. */
+static bool add_device_bytes(const store_sizes *sizes, size_t *total)
 {
-    const size_t each[] = {sizes->host, sizes->hot, sizes->tables, sizes->workspace};
-    *total = 0;
+    const size_t each[] = {sizes->hot, sizes->tables, sizes->workspace};
     for (size_t i = 0; i < sizeof each / sizeof each[0]; i++)
         if (!hkv_size_align(*total, each[i] ? HKV_HOT_ALIGN : 1, total) || !hkv_size_add(*total, each[i], total))
             return false;
-    return hkv_size_align(*total, _Alignof(max_align_t), total) && hkv_size_add(*total, sizes->state, total);
+    return true;
+}
+
+static bool add_up(const store_sizes *sizes, size_t *total)
+{
+    *total = sizes->host;
+    return add_device_bytes(sizes, total) && hkv_size_align(*total, _Alignof(max_align_t), total) &&
+           hkv_size_add(*total, sizes->state, total);
+}
+
+static hkv_status check_memory(const hkv_memory *memory, const store_sizes *sizes, hkv_error *error)
+{
+    size_t n_bytes = 0;
+    if (memory->base == NULL) return HKV_OK;
+    if (add_device_bytes(sizes, &n_bytes) && n_bytes <= hkv_memory_align(*memory).n_bytes) return HKV_OK;
+    return hkv_error_set(error, HKV_ERR_BUDGET_SMALL, "memory",
+                         "memory of %zu bytes is too small: the store takes %zu, from a multiple of %d on",
+                         memory->n_bytes, n_bytes, HKV_MEMORY_ALIGNMENT);
 }
 
 hkv_status hkv_store_page_bytes(const hkv_config *config, int32_t head_dim, hkv_dtype dtype, size_t *record_bytes,
@@ -245,18 +262,39 @@ hkv_status hkv_store_page_bytes(const hkv_config *config, int32_t head_dim, hkv_
     return HKV_OK;
 }
 
-hkv_status hkv_store_required_bytes(const hkv_store_options *options, size_t *n_bytes, hkv_error *error)
+/* What a store of these options is: its group, without memory yet, and its sizes. */
+static hkv_status prepare(const hkv_store_options *options, hkv_group *group, store_sizes *sizes, hkv_error *error)
 {
     const hkv_backend *backend = options->backend ? options->backend : hkv_backend_cpu();
+    HKV_TRY(check_options(options, error));
+    HKV_TRY(check_backend(backend, options->device_index, error));
+    init_group(options, group);
+    return measure(backend, options->device_index, group, sizes, error);
+}
+
+static hkv_status fail_size(hkv_error *error)
+{
+    return hkv_error_set(error, HKV_ERR_ARGUMENT, "options", "the store's bytes are more than can be addressed");
+}
+
+hkv_status hkv_store_required_bytes(const hkv_store_options *options, size_t *n_bytes, hkv_error *error)
+{
     store_sizes sizes;
     hkv_group group;
     size_t total;
-    HKV_TRY(check_options(options, error));
-    HKV_TRY(check_backend(backend, options->device_index, error));
-    init_group(options, &group);
-    HKV_TRY(measure(backend, options->device_index, &group, &sizes, error));
-    if (!add_up(&sizes, &total))
-        return hkv_error_set(error, HKV_ERR_ARGUMENT, "options", "the store's bytes are more than can be addressed");
+    HKV_TRY(prepare(options, &group, &sizes, error));
+    if (!add_up(&sizes, &total)) return fail_size(error);
+    *n_bytes = total;
+    return HKV_OK;
+}
+
+hkv_status hkv_store_memory_bytes(const hkv_store_options *options, size_t *n_bytes, hkv_error *error)
+{
+    store_sizes sizes;
+    hkv_group group;
+    size_t total = 0;
+    HKV_TRY(prepare(options, &group, &sizes, error));
+    if (!add_device_bytes(&sizes, &total)) return fail_size(error);
     *n_bytes = total;
     return HKV_OK;
 }
@@ -276,26 +314,34 @@ static uint32_t draw_stamp(const hkv_store *store)
     return (uint32_t)(x >> 32) | 1u; /* never 0 */
 }
 
-static hkv_status alloc_device(hkv_store *store, size_t n_bytes, void **ptr, hkv_error *error)
+/* From the front of memory, which is large enough, if there is one. */
+static hkv_status alloc_device(hkv_store *store, hkv_memory *memory, size_t n_bytes, void **ptr, hkv_error *error)
 {
+    size_t n_taken;
     if (n_bytes == 0) return HKV_OK;
-    return store->backend->alloc(store->device_index, store_allocator(store), n_bytes, ptr, error);
+    if (!store->has_memory)
+        return store->backend->alloc(store->device_index, store_allocator(store), n_bytes, ptr, error);
+    *ptr = memory->base;
+    if (!hkv_size_align(n_bytes, HKV_HOT_ALIGN, &n_taken) || n_taken > memory->n_bytes) n_taken = memory->n_bytes;
+    memory->base = (uint8_t *)memory->base + n_taken;
+    memory->n_bytes -= n_taken;
+    return HKV_OK;
 }
 
 static void release_device(hkv_store *store, void *ptr, size_t n_bytes)
 {
-    if (ptr) store->backend->release(store->device_index, store_allocator(store), ptr, n_bytes);
+    if (ptr && !store->has_memory) store->backend->release(store->device_index, store_allocator(store), ptr, n_bytes);
 }
 
-static hkv_status alloc_group(hkv_store *store, hkv_error *error)
+static hkv_status alloc_group(hkv_store *store, hkv_memory memory, hkv_error *error)
 {
     hkv_group *g = &store->group;
     carver tables = {0};
     void *hot = NULL;
-    HKV_TRY(alloc_device(store, store->sizes.hot, &hot, error));
+    HKV_TRY(alloc_device(store, &memory, store->sizes.hot, &hot, error));
     g->hot = hot;
-    HKV_TRY(alloc_device(store, store->sizes.tables, &store->tables, error));
-    HKV_TRY(alloc_device(store, store->sizes.workspace, &g->workspace, error));
+    HKV_TRY(alloc_device(store, &memory, store->sizes.tables, &store->tables, error));
+    HKV_TRY(alloc_device(store, &memory, store->sizes.workspace, &g->workspace, error));
     g->workspace_bytes = store->sizes.workspace;
     tables.base = store->tables;
     carve_tables(&tables, g);
@@ -318,7 +364,7 @@ static hkv_status init_tables(hkv_store *store, uint32_t first_stamp, hkv_error 
 static hkv_status start(hkv_store *store, const hkv_store_options *options, hkv_error *error)
 {
     uint32_t first_stamp = options->first_stamp ? options->first_stamp : draw_stamp(store);
-    HKV_TRY(alloc_group(store, error));
+    HKV_TRY(alloc_group(store, hkv_memory_align(options->memory), error));
     HKV_TRY(init_tables(store, first_stamp, error));
     return store->backend->group_init(&store->group, store->device_index, options->threads, options->cpu_path,
                                       store_allocator(store), error);
@@ -326,23 +372,21 @@ static hkv_status start(hkv_store *store, const hkv_store_options *options, hkv_
 
 hkv_status hkv_store_create(const hkv_store_options *options, hkv_store **store, hkv_error *error)
 {
-    const hkv_backend *backend = options->backend ? options->backend : hkv_backend_cpu();
     store_sizes sizes;
     hkv_group group;
     hkv_store *s;
     hkv_status status;
-    HKV_TRY(check_options(options, error));
-    HKV_TRY(check_backend(backend, options->device_index, error));
-    init_group(options, &group);
-    HKV_TRY(measure(backend, options->device_index, &group, &sizes, error));
+    HKV_TRY(prepare(options, &group, &sizes, error));
+    HKV_TRY(check_memory(&options->memory, &sizes, error));
     s = hkv_allocate(options->allocator, sizes.host, TABLE_ALIGN);
     if (!s) return hkv_error_set(error, HKV_ERR_NO_MEMORY, "", "no memory for %zu bytes of a store", sizes.host);
     memset(s, 0, sizes.host);
     atomic_flag_clear(&s->busy);
-    s->backend = backend;
+    s->backend = options->backend ? options->backend : hkv_backend_cpu();
     s->device_index = options->device_index;
     s->has_allocator = options->allocator != NULL;
     if (options->allocator) s->allocator = *options->allocator;
+    s->has_memory = options->memory.base != NULL;
     s->sizes = sizes;
     s->group = group;
     s->group.layers = (hkv_layer_pages *)(s + 1);

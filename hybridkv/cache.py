@@ -305,7 +305,12 @@ class Cache:
     memory_bytes : int, optional
         Hard bound over everything the cache allocates.
     max_tokens : int, optional
-        Tokens over all sequences. Give one of the two, or both.
+        Tokens over all sequences. Give at least one of the two or `memory`.
+    memory : tensor, optional
+        Memory of yours on `device` for all that the cache keeps there, instead of its own: a writable contiguous
+        tensor of any dtype and shape. As many tokens as fit, unless another bound is lower. It is the cache's alone,
+        and kept alive, until the cache and all that it gave out are gone; its content means nothing before and after.
+        On the CPU everything lies there; of a cache on a GPU, tables of a few bytes a block stay on the host.
     max_sequences : int
         Sequences at a time, which is also the largest number in one step.
     layer_windows : sequence of int or None, optional
@@ -320,7 +325,7 @@ class Cache:
     Raises
     ------
     ConfigError, ArgumentError, DtypeError
-        `argument` names what breaks a rule; ``memory_bytes`` if it cannot hold even one sequence.
+        `argument` names what breaks a rule; ``memory_bytes`` or ``memory`` if it cannot hold even one sequence.
     NoDeviceError
         The device does not exist, or this build has no backend for it; the message says what is missing.
     OutOfMemoryError
@@ -343,6 +348,7 @@ class Cache:
         hot_memory_bytes: int | None = None,
         max_step_tokens: int | None = None,
         prefix_reuse: bool = True,
+        memory: DLPackTensor | None = None,
     ) -> None:
         self.config = as_config(config)
         self.dtype = dtype_name(dtype)
@@ -363,6 +369,7 @@ class Cache:
             max_step_tokens=or_zero("max_step_tokens", max_step_tokens),
             hot_memory_bytes=or_zero("hot_memory_bytes", hot_memory_bytes),
             test_hash_bits=0,
+            memory=memory,
         )
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads

@@ -48,6 +48,19 @@ class Store:
         Longest sequence; 0: as long as the pool. On CUDA the scratch memory of L2 selection grows with it.
     device : str or torch.device
         "cpu", "cuda" (the first GPU) or "cuda:N".
+    memory : tensor, optional
+        Memory of yours on `device` for hot pages, tables and scratch, instead of the store's own: a writable contiguous
+        tensor of any dtype and shape; how many bytes are needed is said where they do not suffice. It is the store's
+        alone, and kept alive, until the store is gone; its content means nothing before and after.
+
+    Raises
+    ------
+    ConfigError, ArgumentError, DtypeError
+        `argument` names what breaks a rule.
+    NoDeviceError
+        The device does not exist, or this build has no backend for it.
+    OutOfMemoryError
+        The memory could not be allocated.
     """
 
     def __init__(
@@ -65,6 +78,7 @@ class Store:
         num_hot_pages: int = 0,
         max_sequence_tokens: int = 0,
         device: Any = "cpu",
+        memory: DLPackTensor | None = None,
     ) -> None:
         self.config = as_config(config)
         self.dtype = dtype_name(dtype)
@@ -87,6 +101,7 @@ class Store:
             num_hot_pages=num_hot_pages,
             max_new_tokens=max_new_tokens,
             max_sequence_tokens=max_sequence_tokens,
+            memory=memory,
         )
 
     @property

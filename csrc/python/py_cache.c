@@ -56,7 +56,8 @@ static void forget_step(hkv_py_cache *self)
     self->rule.max_blocks = 0;
 }
 
-static int cache_open(hkv_py_state *state, hkv_py_cache *self, hkv_cache_options *options)
+/* The tensor is options->memory; its content is taken over. */
+static int cache_open(hkv_py_state *state, hkv_py_cache *self, hkv_cache_options *options, hkv_py_tensor *memory)
 {
     hkv_cache *cache = NULL;
     hkv_error error;
@@ -72,7 +73,7 @@ static int cache_open(hkv_py_state *state, hkv_py_cache *self, hkv_cache_options
         hkv_py_raise(state, &error);
         return -1;
     }
-    self->object.owner = hkv_py_owner_create(cache, cache_destroy, pool);
+    self->object.owner = hkv_py_owner_create(cache, cache_destroy, pool, memory);
     self->block_size = options->config.block_size;
     self->rule = (hkv_py_attend_rule){.n_layers = options->model.n_layers,
                                       .n_kv_heads = options->model.n_kv_heads,
@@ -92,29 +93,29 @@ static int hash_key_from_buffer(hkv_py_state *state, const Py_buffer *key, hkv_c
     return 0;
 }
 
-/* The object, once all but the layer windows is converted. */
-static PyObject *cache_create(hkv_py_state *state, PyTypeObject *type, PyObject *layer_windows,
+/* The object, once all but the layer windows and the memory is converted. */
+static PyObject *cache_create(hkv_py_state *state, PyTypeObject *type, PyObject *layer_windows, PyObject *memory,
                               hkv_cache_options *options)
 {
+    const hkv_py_place place = hkv_py_place_of(options->backend, options->device_index);
+    PyObject *self = NULL;
     hkv_py_ints windows;
+    hkv_py_tensor tensor;
     if (windows_from_object(state, layer_windows, options->model.n_layers, &windows) < 0) return NULL;
     options->model.layer_windows = windows.values;
-    PyObject *self = type->tp_alloc(type, 0);
-    if (self && cache_open(state, (hkv_py_cache *)self, options) < 0) Py_CLEAR(self);
+    if (hkv_py_memory_import(state, memory, &place, &tensor, &options->memory) == 0) self = type->tp_alloc(type, 0);
+    if (self && cache_open(state, (hkv_py_cache *)self, options, &tensor) < 0) Py_CLEAR(self);
+    hkv_py_tensor_release(&tensor);
     hkv_py_ints_release(&windows);
     return self;
 }
 
 static PyObject *cache_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static char *names[] = {"config",          "dtype",
-                            "device",          "layer_windows",
-                            "hash_key",        "prefix_reuse",
-                            "num_layers",      "num_kv_heads",
-                            "head_dim",        "max_sequences",
-                            "memory_bytes",    "max_tokens",
-                            "max_step_tokens", "hot_memory_bytes",
-                            "test_hash_bits",  NULL};
+    static char *names[] = {"config",       "dtype",      "device",          "layer_windows",    "hash_key",
+                            "prefix_reuse", "num_layers", "num_kv_heads",    "head_dim",         "max_sequences",
+                            "memory_bytes", "max_tokens", "max_step_tokens", "hot_memory_bytes", "test_hash_bits",
+                            "memory",       NULL};
     hkv_py_state *state = PyType_GetModuleState(type);
     hkv_cache_options o = {0};
     number_arg numbers[] = {
@@ -128,13 +129,13 @@ static PyObject *cache_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         {.name = "hot_memory_bytes", .size = &o.hot_memory_bytes},
         {.name = "test_hash_bits", .int32 = &o.test_hash_bits},
     };
-    PyObject *config, *layer_windows;
+    PyObject *config, *layer_windows, *memory;
     const char *dtype, *device;
     Py_buffer hash_key;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$ssOy*pOOOOOOOOO:Cache", names, &config, &dtype, &device,
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$ssOy*pOOOOOOOOOO:Cache", names, &config, &dtype, &device,
                                      &layer_windows, &hash_key, &o.prefix_reuse, &numbers[0].obj, &numbers[1].obj,
                                      &numbers[2].obj, &numbers[3].obj, &numbers[4].obj, &numbers[5].obj,
-                                     &numbers[6].obj, &numbers[7].obj, &numbers[8].obj))
+                                     &numbers[6].obj, &numbers[7].obj, &numbers[8].obj, &memory))
         return NULL;
     int result = hash_key_from_buffer(state, &hash_key, &o);
     PyBuffer_Release(&hash_key);
@@ -144,7 +145,7 @@ static PyObject *cache_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         return NULL;
     for (size_t i = 0; i < sizeof numbers / sizeof *numbers; i++)
         if (number_from_arg(state, &numbers[i]) < 0) return NULL;
-    return cache_create(state, type, layer_windows, &o);
+    return cache_create(state, type, layer_windows, memory, &o);
 }
 
 /* -------------------------------------------------------------------------------------------------------- sequences */

@@ -90,10 +90,13 @@ typedef struct hkv_py_owner {
     void *handle;
     void (*destroy)(void *handle);
     hkv_py_pool *pool;
+    struct hkv_py_tensor *memory; /* in which the library object lies; NULL = none */
 } hkv_py_owner;
 
-/* Takes over the handle and the reference to the pool; NULL with MemoryError, then both are freed. */
-hkv_py_owner *hkv_py_owner_create(void *handle, void (*destroy)(void *handle), hkv_py_pool *pool);
+/* Takes over the handle, the reference to the pool, and the content of memory (which may be NULL or empty); NULL with
+ * MemoryError, then all are freed. */
+hkv_py_owner *hkv_py_owner_create(void *handle, void (*destroy)(void *handle), hkv_py_pool *pool,
+                                  struct hkv_py_tensor *memory);
 hkv_py_owner *hkv_py_owner_acquire(hkv_py_owner *owner);
 void hkv_py_owner_release(hkv_py_owner *owner);
 

@@ -1,18 +1,29 @@
 /* py_owner.c - lifetime of library objects, and one caller at a time inside each. */
 #include "py_core.h"
+#include "py_tensor.h"
 
 #include <stdlib.h>
 #include <string.h>
 
-hkv_py_owner *hkv_py_owner_create(void *handle, void (*destroy)(void *handle), hkv_py_pool *pool)
+hkv_py_owner *hkv_py_owner_create(void *handle, void (*destroy)(void *handle), hkv_py_pool *pool, hkv_py_tensor *memory)
 {
+    const int has_memory = memory && memory->data;
     hkv_py_owner *owner = malloc(sizeof *owner);
-    if (!owner) {
+    hkv_py_tensor *kept = has_memory ? malloc(sizeof *kept) : NULL;
+    if (!owner || (has_memory && !kept)) {
+        free(owner);
+        free(kept);
         destroy(handle);
         hkv_py_pool_release(pool);
+        if (memory) hkv_py_tensor_release(memory);
         PyErr_NoMemory();
         return NULL;
     }
+    if (has_memory) {
+        *kept = *memory;
+        memset(memory, 0, sizeof *memory);
+    }
+    owner->memory = kept;
     atomic_init(&owner->n_refs, 1);
     owner->handle = handle;
     owner->destroy = destroy;
@@ -31,6 +42,12 @@ void hkv_py_owner_release(hkv_py_owner *owner)
     if (!owner || atomic_fetch_sub_explicit(&owner->n_refs, 1, memory_order_acq_rel) != 1) return;
     owner->destroy(owner->handle);
     hkv_py_pool_release(owner->pool);
+    if (owner->memory) {
+        const PyGILState_STATE gil = PyGILState_Ensure(); /* its producer may be Python */
+        hkv_py_tensor_release(owner->memory);
+        PyGILState_Release(gil);
+        free(owner->memory);
+    }
     free(owner);
 }
 

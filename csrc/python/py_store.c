@@ -44,7 +44,8 @@ static void batch_destroy(store_batch *b)
 
 /* --------------------------------------------------------------------------------------------------------- creation */
 
-static int store_open(hkv_py_state *state, hkv_py_store *self, hkv_store_options *options)
+/* The tensor is options->memory; its content is taken over. */
+static int store_open(hkv_py_state *state, hkv_py_store *self, hkv_store_options *options, hkv_py_tensor *memory)
 {
     hkv_store *store = NULL;
     hkv_error error;
@@ -61,7 +62,7 @@ static int store_open(hkv_py_state *state, hkv_py_store *self, hkv_store_options
         hkv_py_raise(state, &error);
         return -1;
     }
-    self->object.owner = hkv_py_owner_create(store, store_destroy, pool);
+    self->object.owner = hkv_py_owner_create(store, store_destroy, pool, memory);
     self->pages = PyMem_Calloc((size_t)options->n_layers, sizeof *self->pages);
     if (!self->pages) PyErr_NoMemory();
     self->block_size = options->config.block_size;
@@ -80,16 +81,16 @@ static PyObject *store_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
     static char *names[] = {
         "config",        "dtype",      "device",        "num_layers",     "num_kv_heads",        "head_dim", "max_rows",
-        "window_tokens", "num_blocks", "num_hot_pages", "max_new_tokens", "max_sequence_tokens", NULL};
+        "window_tokens", "num_blocks", "num_hot_pages", "max_new_tokens", "max_sequence_tokens", "memory",   NULL};
     hkv_py_state *state = PyType_GetModuleState(type);
     hkv_store_options o = {0};
     int32_t *const targets[] = {&o.n_layers,      &o.n_kv_heads, &o.head_dim,   &o.max_rows,
                                 &o.window_tokens, &o.n_blocks,   &o.n_hot_pages};
-    PyObject *config, *numbers[9];
+    PyObject *config, *memory, *numbers[9];
     const char *dtype, *device;
-    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$ssOOOOOOOOO:Store", names, &config, &dtype, &device, &numbers[0],
+    if (!PyArg_ParseTupleAndKeywords(args, kwargs, "O$ssOOOOOOOOOO:Store", names, &config, &dtype, &device, &numbers[0],
                                      &numbers[1], &numbers[2], &numbers[3], &numbers[4], &numbers[5], &numbers[6],
-                                     &numbers[7], &numbers[8]))
+                                     &numbers[7], &numbers[8], &memory))
         return NULL;
     for (size_t i = 0; i < sizeof targets / sizeof *targets; i++)
         if (hkv_py_int32_from_object(state, numbers[i], names[i + 3], targets[i]) < 0) return NULL;
@@ -98,8 +99,12 @@ static PyObject *store_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
         hkv_py_config_from_dict(state, config, &o.config) < 0 || hkv_py_dtype_from_name(state, dtype, &o.dtype) < 0 ||
         hkv_py_device_find(state, device, &o.backend, &o.device_index) < 0)
         return NULL;
-    PyObject *self = type->tp_alloc(type, 0);
-    if (self && store_open(state, (hkv_py_store *)self, &o) < 0) Py_CLEAR(self);
+    const hkv_py_place place = hkv_py_place_of(o.backend, o.device_index);
+    hkv_py_tensor tensor;
+    PyObject *self = NULL;
+    if (hkv_py_memory_import(state, memory, &place, &tensor, &o.memory) == 0) self = type->tp_alloc(type, 0);
+    if (self && store_open(state, (hkv_py_store *)self, &o, &tensor) < 0) Py_CLEAR(self);
+    hkv_py_tensor_release(&tensor);
     return self;
 }
 

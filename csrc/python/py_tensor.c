@@ -359,6 +359,24 @@ int hkv_py_tensor_check_compact(hkv_py_state *state, const hkv_py_tensor *t)
     return 0;
 }
 
+int hkv_py_memory_import(hkv_py_state *state, PyObject *obj, const hkv_py_place *place, hkv_py_tensor *t,
+                         hkv_memory *memory)
+{
+    memset(t, 0, sizeof *t);
+    *memory = (hkv_memory){0};
+    if (obj == Py_None) return 0;
+    if (hkv_py_tensor_import(state, obj, "memory", place, 1, t) < 0 || hkv_py_tensor_check_layout(state, t, 1) < 0 ||
+        hkv_py_tensor_check_compact(state, t) < 0)
+        return -1;
+    if (hkv_py_tensor_is_empty(t))
+        return hkv_py_fail(state, HKV_ERR_ARGUMENT, "memory", "expected a tensor with elements, got %s",
+                           hkv_py_tensor_describe(t).chars);
+    memory->base = t->data;
+    memory->n_bytes = t->dtype_bits / 8u;
+    for (int32_t i = 0; i < t->ndim; i++) memory->n_bytes *= (size_t)t->shape[i];
+    return 0;
+}
+
 /* --------------------------------------------------------------------------------------------------------- integers */
 
 int64_t hkv_py_tensor_read_int(const hkv_py_tensor *t, int64_t offset, int *too_large)

@@ -51,6 +51,11 @@ int hkv_py_tensor_check_layout(hkv_py_state *state, const hkv_py_tensor *t, int 
 /* The same for a tensor that is read, and no gaps anywhere. */
 int hkv_py_tensor_check_compact(hkv_py_state *state, const hkv_py_tensor *t);
 
+/* obj as memory for an object at place, to be released, or handed on to its owner; None is none. Any dtype and shape,
+ * writable, compact, not empty. */
+int hkv_py_memory_import(hkv_py_state *state, PyObject *obj, const hkv_py_place *place, hkv_py_tensor *t,
+                         hkv_memory *memory);
+
 /* Whether there is no element; strides mean nothing then. */
 int hkv_py_tensor_is_empty(const hkv_py_tensor *t);
 

@@ -38,7 +38,8 @@ from .padding import Padding
 
 ATTENTION_NAME = "hybridkv"
 
-# Without max_tokens and memory_bytes a row may grow to its first prompt plus the first number, at least to the second.
+# Without max_tokens, memory_bytes and memory a row may grow to its first prompt plus the first number, at least to the
+# second.
 DEFAULT_NEW_TOKENS = 4096
 DEFAULT_MIN_TOKENS = 8192
 
@@ -157,8 +158,11 @@ class HybridCache(Cache):
     max_tokens : int, optional
         Tokens that the cache holds over all rows, beams included.
     memory_bytes : int, optional
-        Bound over everything the cache allocates, in place of `max_tokens`. With neither, every row may grow to the
-        first prompt plus 4096 tokens, at least to 8192 and at most to the model's ``max_position_embeddings``.
+        Bound over everything the cache allocates, in place of `max_tokens`. Without any of the three, every row may
+        grow to the first prompt plus 4096 tokens, at least to 8192 and at most to the model's
+        ``max_position_embeddings``.
+    memory : torch.Tensor, optional
+        Memory of yours on the model's device for what the cache keeps there, in place of both (`hybridkv.Cache`).
     max_batch : int, optional
         Rows, beams included. None takes the batch of the first forward pass; give it where rows are added later
         (`batch_repeat_interleave`) or one cache serves batches of several sizes.
@@ -184,6 +188,7 @@ class HybridCache(Cache):
         *,
         max_tokens: int | None = None,
         memory_bytes: int | None = None,
+        memory: torch.Tensor | None = None,
         max_batch: int | None = None,
     ) -> None:
         if max_tokens is not None and memory_bytes is not None:
@@ -195,6 +200,7 @@ class HybridCache(Cache):
         self._hybrid_config = _resolve_hybrid_config(hybrid_config, config)
         self._max_tokens = max_tokens
         self._memory_bytes = memory_bytes
+        self._memory = memory
         self._max_batch = max_batch
         self._core: hybridkv.Cache | None = None
         self._max_rows = 0
@@ -485,7 +491,7 @@ class HybridCache(Cache):
             n_rows, n_kv_heads, n_columns, head_dim = key.shape
             max_rows = self._max_batch or n_rows
             max_tokens = self._max_tokens
-            if max_tokens is None and self._memory_bytes is None:
+            if max_tokens is None and self._memory_bytes is None and self._memory is None:
                 max_tokens = max_rows * self._default_tokens(n_columns)
             self._core = hybridkv.Cache(
                 self._hybrid_config,
@@ -495,6 +501,7 @@ class HybridCache(Cache):
                 dtype=key.dtype,
                 device=str(key.device),
                 memory_bytes=self._memory_bytes,
+                memory=self._memory,
                 max_tokens=max_tokens,
                 max_sequences=max_rows,
                 max_step_tokens=max(max_tokens or 0, n_rows * n_columns, DEFAULT_MIN_TOKENS),

@@ -1363,6 +1363,55 @@ static void soak(hkv_cache_options options, uint64_t seed, int32_t n_operations)
     fixture_destroy(f);
 }
 
+/* In memory of the caller, of every size and skew, nothing else is allocated for what lies there, and nothing beside it
+ * is touched. */
+static void run_in_lent_memory(hkv_backend *device, size_t n_bytes, size_t skew)
+{
+    enum { GUARD_BYTES = 1024 };
+    const int32_t windows[] = {0, 8, 20};
+    const size_t n_whole = n_bytes + 2 * GUARD_BYTES;
+    uint8_t *whole = aligned_alloc(512, (n_whole + 511) / 512 * 512), *lent = whole + GUARD_BYTES / 2 + skew;
+    hkv_cache_options options = default_options(8, 16, windows, 3);
+    hkv_error error = {0};
+    hkv_cache *none = NULL;
+    size_t n_needed = 0;
+    memset(whole, 0x5a, n_whole);
+    memset(lent, 0xcb, n_bytes);
+    options.backend = device;
+    options.max_tokens = 0;
+    options.max_step_tokens = 256;
+    options.memory = (hkv_memory){lent, n_bytes};
+    n_device_allocations = 0;
+    soak(options, n_bytes + skew, 300);
+    CHECK_INT(n_device_allocations, 0);
+    for (uint8_t *p = whole; p < whole + n_whole; p++)
+        if ((p < lent || p >= lent + n_bytes) && *p != 0x5a) {
+            CHECK(!"written beside the memory");
+            break;
+        }
+    options.memory.n_bytes = 600; /* too little, and how much is needed is said: */
+    CHECK_STATUS(hkv_cache_create(&options, &none, &error), HKV_ERR_BUDGET_SMALL);
+    CHECK_TEXT(error.argument, "memory");
+    const char *text = strstr(error.message, " takes ");
+    CHECK(text != NULL && sscanf(text, " takes %zu bytes", &n_needed) == 1);
+    const size_t n_lost = -(size_t)(uintptr_t)lent % HKV_MEMORY_ALIGNMENT;
+    options.memory.n_bytes = n_needed + n_lost - 1;
+    CHECK_STATUS(hkv_cache_create(&options, &none, &error), HKV_ERR_BUDGET_SMALL);
+    options.memory.n_bytes++;
+    CHECK_OK(hkv_cache_create(&options, &none, &error));
+    hkv_cache_destroy(none);
+    free(whole);
+}
+
+static void test_cache_in_lent_memory(void)
+{
+    hkv_backend device = pretended_device();
+    for (int32_t i = 0; i < 8; i++) {
+        const size_t n_bytes = i / 2 % 2 ? (size_t)1 << 20 : ((size_t)9 << 20) + 333;
+        run_in_lent_memory(i % 2 ? &device : NULL, n_bytes, i / 4 ? 3 : 0);
+    }
+}
+
 static void test_soak(void)
 {
     const int32_t windows[][3] = {{0, 0, 0}, {0, 8, 20}, {24, 8, 24}};
@@ -1408,6 +1457,7 @@ int main(void)
     RUN(test_failed_allocations_are_reported);
     RUN(test_steps_of_a_device_use_uploaded_tables);
     RUN(test_failed_device_allocations_are_reported);
+    RUN(test_cache_in_lent_memory);
     RUN(test_soak);
     return test_report();
 }
