@@ -305,6 +305,7 @@ hkv_status start_group(hkv_group *group, CudaGroup *c, hkv_error *error)
     carve_workspace(group, c, &carver);
     c->group = kTypicalGroup;
     HKV_TRY(fill_memory(c->device, w->partials, 0xff, w->partial_bytes, error)); /* kAbsent */
+    HKV_TRY(fill_memory(c->device, w->chunks, 0, static_cast<size_t>(c->max_chunks) * sizeof(Chunk), error));
     HKV_TRY(fill_memory(c->device, w->references, 0xff, w->reference_bytes, error));
     HKV_TRY(fill_memory(c->device, w->select, 0, w->select_bytes, error));
     HKV_TRY(check(cudaHostAlloc(reinterpret_cast<void **>(&c->refusal), sizeof *c->refusal, cudaHostAllocMapped),

@@ -155,6 +155,20 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity)
 /* Barriers that copies complete on are initialised with this many arrivals. */
 constexpr int kCopyArrivals = HKV_HAS_BULK ? 1 : 33;
 
+#if HKV_HAS_BULK
+/* By one thread. What is copied so is read once a step and more than L2 holds: it shall not push out what every launch
+ * begins with. */
+__device__ __forceinline__ void start_bulk_copy(uint32_t dst, const void *src, uint32_t n_bytes, uint32_t barrier)
+{
+    asm volatile(
+        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n}" ::
+            "r"(dst),
+        "l"(src), "r"(n_bytes), "r"(barrier)
+        : "memory");
+}
+#endif
+
 /* By a whole warp: start copying n_bytes (a multiple of 16, 0 allowed; both addresses 16-byte aligned) to shared
  * memory; `barrier` completes its phase when they are there. What lane 0 wrote before is visible to who waited for it.
  */
@@ -164,11 +178,7 @@ __device__ __forceinline__ void copy_to_shared(uint32_t dst, const void *src, ui
 #if HKV_HAS_BULK
     if (lane != 0) return;
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(n_bytes) : "memory");
-    if (n_bytes)
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-            "l"(src), "r"(n_bytes), "r"(barrier)
-            : "memory");
+    if (n_bytes) start_bulk_copy(dst, src, n_bytes, barrier);
 #else
     for (uint32_t i = 16 * static_cast<uint32_t>(lane); i < n_bytes; i += 512)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst + i),
@@ -187,11 +197,7 @@ __device__ __forceinline__ void copy_pieces_to_shared(uint32_t dst, const void *
     if (lane == 0)
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(n_total) : "memory");
     __syncwarp();
-    if (n_bytes)
-        asm volatile(
-            "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-            "l"(src), "r"(n_bytes), "r"(barrier)
-            : "memory");
+    if (n_bytes) start_bulk_copy(dst, src, n_bytes, barrier);
 #else
     for (unsigned left = __ballot_sync(kFullWarp, n_bytes > 0); left; left &= left - 1) {
         const int from = __ffs(static_cast<int>(left)) - 1;

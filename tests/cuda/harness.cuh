@@ -592,6 +592,7 @@ class Case
         chunks_ = DeviceArray<hkv::Chunk>(n_chunks);
         schedule_words_ = DeviceArray<int32_t>(2);
         partials_.fill(0xff);
+        chunks_.fill(0);
         references_.fill(0xff);
 
         hkv::DecodeParams &p = params_;
