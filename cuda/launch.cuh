@@ -7,6 +7,9 @@
 namespace hkv
 {
 
+/* 48 KB are there without asking, but a kernel's own variables count too. */
+constexpr size_t kSharedBytesAsked = 40 * 1024;
+
 /* Programmatic dependent launches need compute capability 9.0; on older devices the attribute is left out. */
 template <typename... Params, typename... Args>
 cudaError_t launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
@@ -15,7 +18,7 @@ cudaError_t launch_dependent(void (*kernel)(Params...), dim3 grid, dim3 block, s
     int device = 0, major = 0;
     cudaError_t status = cudaGetDevice(&device);
     if (status == cudaSuccess) status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-    if (status == cudaSuccess && shared_bytes > 48 * 1024)
+    if (status == cudaSuccess && shared_bytes > kSharedBytesAsked)
         status =
             cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
     if (status != cudaSuccess) return status;

@@ -236,6 +236,13 @@ template <int kDtype, int kDim> struct Unit {
     /* Ranges of a lane's columns: of the pairs met so far. */
     struct Ranges {
         PairRange<kDtype> of[2][2]; /* [fragment][half] */
+
+        /* Written out: as an aggregate that is set to {}, nvcc 13.0 makes all but the first fragment zeros. */
+        __device__ __forceinline__ Ranges()
+        {
+#pragma unroll
+            for (int i = 0; i < 4; i++) of[i / 2][i % 2] = PairRange<kDtype>();
+        }
     };
     /* Pairs from the first on that have only tokens below n_tokens. */
     __device__ __forceinline__ int n_pairs_below(int n_tokens) const
@@ -549,7 +556,11 @@ __device__ __forceinline__ void write_open_header(uint8_t *record, const hkv_for
 /* What a warp knows of its first unit before the step's tokens are there. */
 template <int kDtype, int kDim> struct Early {
     typename Unit<kDtype, kDim>::Ranges ranges;
-    int n_pairs = 0;
+    int n_pairs;
+
+    __device__ __forceinline__ Early() : n_pairs(0)
+    {
+    }
 };
 
 /* The new tokens of a segment to where they are wanted: its page, and shared memory or NULL. */
@@ -588,7 +599,7 @@ __device__ __forceinline__ void seal(const Append &a, const hkv_segment &segment
         } else {
             unit.template write_codes<false>(record, kBlockTokens, params);
         }
-        early = {};
+        early = Early<kDtype, kDim>();
     }
     __syncthreads();
     if (threadIdx.x == 0) finish_record(a, record, segment.stamp, kBlockTokens, n_clamped);
@@ -603,7 +614,7 @@ __device__ __forceinline__ void append_segment(const Append &a, const hkv_segmen
     if (seals && segment.page >= 0) stage_page(f, staged, a.layer.hot_page(segment.page, head), segment.offset);
     take_segment<kDim>(a, segment, head, seals ? staged : nullptr);
     if (seals)
-        seal<kDtype, kDim>(a, segment, head, staged, {});
+        seal(a, segment, head, staged, Early<kDtype, kDim>());
     else if (f.bits != 0 && threadIdx.x == kThreads - 1)
         write_open_header(a.layer.record(segment.block, head), f, segment);
 }
