@@ -160,12 +160,11 @@ constexpr int kCopyArrivals = HKV_HAS_BULK ? 1 : 33;
  * begins with. */
 __device__ __forceinline__ void start_bulk_copy(uint32_t dst, const void *src, uint32_t n_bytes, uint32_t barrier)
 {
-    asm volatile(
-        "{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], policy;\n}" ::
-            "r"(dst),
-        "l"(src), "r"(n_bytes), "r"(barrier)
-        : "memory");
+    asm volatile("{\n.reg .b64 policy;\ncreatepolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+                 "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, "
+                 "[%3], policy;\n}" ::"r"(dst),
+                 "l"(src), "r"(n_bytes), "r"(barrier)
+                 : "memory");
 }
 #endif
 

@@ -394,9 +394,7 @@ template <bool kIsStaged> struct Selection {
 #pragma unroll 4
             for (int i = 0; i < n_listed; i++) {
                 const uint4 other = *reinterpret_cast<const uint4 *>(r.list[i]);
-                n_before += other.x != own.x   ? other.x > own.x
-                            : other.y != own.y ? other.y > own.y
-                                               : other.z > own.z;
+                n_before += other.x != own.x ? other.x > own.x : other.y != own.y ? other.y > own.y : other.z > own.z;
             }
             if (n_before < need) take(static_cast<int>(~own.z));
         }
