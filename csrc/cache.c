@@ -51,6 +51,10 @@ static hkv_status check_options(const hkv_cache_options *options, hkv_error *err
         return hkv_error_set(error, HKV_ERR_ARGUMENT, "memory_bytes",
                              "memory_bytes and max_tokens are both 0 and there is no memory; one of them must bound "
                              "the cache");
+    if (options->memory.base != NULL && options->memory_bytes > options->memory.n_bytes)
+        return hkv_error_set(error, HKV_ERR_ARGUMENT, "memory_bytes",
+                             "memory_bytes must be at most the size of memory, %zu bytes, got %zu",
+                             options->memory.n_bytes, options->memory_bytes);
     return HKV_OK;
 }
 

@@ -85,8 +85,9 @@ typedef struct hkv_cache_group {
     hkv_store *store;
     hkv_allocator store_allocator; /* hands out store_arena */
     hkv_arena store_arena;
-    size_t store_bytes, hot_bytes; /* of the store, and of these its hot pages */
-    hkv_memory store_memory;       /* on a device: the store's part of options.memory; base NULL: it allocates */
+    size_t store_bytes;      /* of the store, but for store_memory */
+    size_t hot_bytes;        /* of either its hot pages */
+    hkv_memory store_memory; /* on a device: the store's part of options.memory; base NULL: it allocates */
     hkv_cache_arrays host, device;
     hkv_batch batch; /* of the open step */
     bool has_begun;  /* the store knows the open step */

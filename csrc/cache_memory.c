@@ -115,8 +115,10 @@ static void lay_out_group(hkv_cache *c, int32_t group_idx)
     lay_out_pool(c, &c->pools[group_idx]);
     lay_out_arrays(c, &c->host_arena, &g->host);
     if (g->n_layers == 0) return;
-    if (c->is_device) { /* where the store allocates for itself */
+    if (c->is_device) { /* where the store allocates for itself what has no place in the caller's memory */
         lay_out_arrays(c, device, &g->device);
+        if (is_in_memory(c, device))
+            g->store_memory.base = take(c, device, HKV_MEMORY_DIRECTORY, g->store_memory.n_bytes, 1, ARENA_ALIGNMENT);
         c->bytes_of[HKV_MEMORY_DIRECTORY] += g->store_bytes;
     } else {
         g->store_arena.size = g->store_bytes;
@@ -236,21 +238,10 @@ static hkv_status set_group_size(hkv_cache *c, int32_t group_idx, int32_t n_trun
     g->hot_bytes = (size_t)hot_page_bytes(c, g) * (size_t)g->n_hot_pages;
     hkv_store_options options = hkv_cache_store_options(c, group_idx);
     HKV_TRY(hkv_store_required_bytes(&options, &g->store_bytes, error));
-    return hkv_store_memory_bytes(&options, &g->store_memory.n_bytes, error);
-}
-
-/* Bytes of the caller's memory that the cache takes: its arena, on a device followed by what the stores keep there;
- * with a base their memory is set. SIZE_MAX if that cannot be addressed. */
-static size_t lay_out_memory(hkv_cache *c, uint8_t *base)
-{
-    size_t used = c->is_device ? c->device_arena.used : c->host_arena.used;
-    for (int32_t group = 0; c->is_device && group < c->n_groups; group++) {
-        hkv_memory *memory = &c->groups[group].store_memory;
-        if (!hkv_size_align(used, HKV_MEMORY_ALIGNMENT, &used)) return SIZE_MAX;
-        if (base != NULL) memory->base = base + used;
-        if (!hkv_size_add(used, memory->n_bytes, &used)) return SIZE_MAX;
-    }
-    return used;
+    if (!is_in_memory(c, &c->device_arena)) return HKV_OK;
+    HKV_TRY(hkv_store_memory_bytes(&options, &g->store_memory.n_bytes, error));
+    g->store_bytes -= g->store_memory.n_bytes; /* of the arena now */
+    return HKV_OK;
 }
 
 /* Everything that follows from the number of trunk blocks (without the null block); *n_bytes is what all takes. */
@@ -283,9 +274,15 @@ static int64_t blocks_for_tokens(const hkv_cache *c)
     return n_partial + (n_tokens - n_partial) / c->block_tokens + n_sequences / 2;
 }
 
-static bool fits_memory(hkv_cache *c)
+/* What lies in the caller's memory if there is one. */
+static size_t device_bytes(const hkv_cache *c)
 {
-    return c->options.memory.base == NULL || lay_out_memory(c, NULL) <= hkv_memory_align(c->options.memory).n_bytes;
+    return c->is_device ? c->device_arena.used : c->host_arena.used;
+}
+
+static bool fits_memory(const hkv_cache *c)
+{
+    return c->options.memory.base == NULL || device_bytes(c) <= hkv_memory_align(c->options.memory).n_bytes;
 }
 
 static bool fits(hkv_cache *c, int32_t n_trunk_blocks, size_t bound)
@@ -294,12 +291,13 @@ static bool fits(hkv_cache *c, int32_t n_trunk_blocks, size_t bound)
     return set_size(c, n_trunk_blocks, &n_bytes, NULL) == HKV_OK && n_bytes <= bound && fits_memory(c);
 }
 
-static hkv_status fail_small(const hkv_cache *c, const char *what, size_t bound, size_t n_bytes, hkv_error *error)
+static hkv_status fail_small(const hkv_cache *c, const char *what, size_t bound, size_t n_bytes, const char *more,
+                             hkv_error *error)
 {
     return hkv_error_set(error, HKV_ERR_BUDGET_SMALL, what,
                          "%s = %zu is too small: a cache of one block of %" PRId32
-                         " tokens for max_sequences = %" PRId32 " takes %zu bytes",
-                         what, bound, c->block_tokens, c->max_sequences, n_bytes);
+                         " tokens for max_sequences = %" PRId32 " takes %zu bytes%s",
+                         what, bound, c->block_tokens, c->max_sequences, n_bytes, more);
 }
 
 hkv_status hkv_cache_choose_size(hkv_cache *c, hkv_error *error)
@@ -310,8 +308,9 @@ hkv_status hkv_cache_choose_size(hkv_cache *c, hkv_error *error)
     if (c->options.max_tokens > 0) most = hkv_min_i64(most, blocks_for_tokens(c));
     if (bound == 0) return set_size(c, (int32_t)most, &n_bytes, error);
     HKV_TRY(set_size(c, 1, &n_bytes, error));
-    if (n_bytes > bound) return fail_small(c, "memory_bytes", bound, n_bytes, error);
-    if (!fits_memory(c)) return fail_small(c, "memory", c->options.memory.n_bytes, lay_out_memory(c, NULL), error);
+    if (n_bytes > bound) return fail_small(c, "memory_bytes", bound, n_bytes, "", error);
+    if (!fits_memory(c))
+        return fail_small(c, "memory", c->options.memory.n_bytes, device_bytes(c), HKV_MEMORY_LOST, error);
     int32_t lowest = 1, highest = (int32_t)most; /* lowest fits */
     while (lowest < highest) {
         int32_t middle = lowest + (highest - lowest + 1) / 2;
@@ -350,7 +349,6 @@ static hkv_status alloc_arenas(hkv_cache *c, hkv_error *error)
             release_arena(&c->host_arena, hkv_backend_cpu(), 0, c->options.allocator, is_in_memory(c, &c->host_arena));
             return status;
         }
-        if (is_in_memory(c, &c->device_arena)) (void)lay_out_memory(c, c->device_arena.base);
     }
     return HKV_OK;
 }

@@ -352,9 +352,12 @@ typedef uint64_t hkv_sequence;
 typedef struct hkv_cache_options {
     hkv_config config;
     hkv_model model;
-    size_t memory_bytes; /* hard bound over everything the cache allocates; 0: derive it from max_tokens */
+    /* Hard bound over everything the cache allocates or keeps in memory, at most the size of memory if there is one;
+     * 0: derive it from max_tokens. */
+    size_t memory_bytes;
     /* Another bound: everything on the CPU, and on a device all that lies there (its tables on the host are a few
-     * bytes a block), is in this memory; base NULL: the backend allocates it. */
+     * bytes a block), is in this memory; base NULL: the backend allocates it. HKV_ERR_BUDGET_SMALL says how much the
+     * smallest cache takes. */
     hkv_memory memory;
     int64_t max_tokens;         /* tokens over all sequences; 0: as many as memory_bytes and memory hold */
     int32_t max_sequences;      /* >= 1 */
@@ -447,7 +450,7 @@ hkv_status hkv_cache_read_table(const hkv_cache *cache, hkv_sequence sequence, i
 /* Where every byte is. The *_bytes of the kinds add up to allocated_bytes, which never exceeds memory_bytes. */
 typedef struct hkv_cache_stats {
     size_t memory_bytes;     /* the bound */
-    size_t allocated_bytes;  /* what was allocated, all at creation */
+    size_t allocated_bytes;  /* what was allocated or taken of options.memory, all at creation */
     size_t record_bytes;     /* cold payload with its headers, or 16-bit pages at bits 0 */
     size_t hot_bytes;        /* hot pages */
     size_t directory_bytes;  /* hot directory and step tables */

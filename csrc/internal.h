@@ -38,6 +38,8 @@ bool hkv_size_align(size_t n, size_t alignment, size_t *total);
 
 /* The part of a caller's memory that is used: from the first multiple of HKV_MEMORY_ALIGNMENT on. */
 hkv_memory hkv_memory_align(hkv_memory memory);
+/* After the number of bytes that memory lacks. */
+#define HKV_MEMORY_LOST ", and up to 511 more to begin at a multiple of 512"
 
 /* Host memory from `allocator`, NULL = malloc. NULL if there is none; n_bytes = 0 gives a pointer like any other. */
 void *hkv_allocate(const hkv_allocator *allocator, size_t n_bytes, size_t alignment);

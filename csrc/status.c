@@ -73,6 +73,7 @@ bool hkv_size_align(size_t n, size_t alignment, size_t *total)
     return true;
 }
 
+_Static_assert(HKV_MEMORY_ALIGNMENT == 512, "HKV_MEMORY_LOST says so");
 hkv_memory hkv_memory_align(hkv_memory memory)
 {
     size_t skew = -(size_t)(uintptr_t)memory.base % HKV_MEMORY_ALIGNMENT;

@@ -248,8 +248,8 @@ static hkv_status check_memory(const hkv_memory *memory, const store_sizes *size
     if (memory->base == NULL) return HKV_OK;
     if (add_device_bytes(sizes, &n_bytes) && n_bytes <= hkv_memory_align(*memory).n_bytes) return HKV_OK;
     return hkv_error_set(error, HKV_ERR_BUDGET_SMALL, "memory",
-                         "memory of %zu bytes is too small: the store takes %zu, from a multiple of %d on",
-                         memory->n_bytes, n_bytes, HKV_MEMORY_ALIGNMENT);
+                         "memory of %zu bytes is too small: the store takes %zu bytes" HKV_MEMORY_LOST, memory->n_bytes,
+                         n_bytes);
 }
 
 hkv_status hkv_store_page_bytes(const hkv_config *config, int32_t head_dim, hkv_dtype dtype, size_t *record_bytes,

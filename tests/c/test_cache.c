@@ -1400,7 +1400,61 @@ static void run_in_lent_memory(hkv_backend *device, size_t n_bytes, size_t skew)
     options.memory.n_bytes++;
     CHECK_OK(hkv_cache_create(&options, &none, &error));
     hkv_cache_destroy(none);
+    options.memory_bytes = options.memory.n_bytes + 1; /* bounds that cannot both be meant */
+    expect_refused(&options, HKV_ERR_ARGUMENT, "memory_bytes", "at most the size of memory");
     free(whole);
+}
+
+/* A cache that needs all of its memory accounts for that to the byte, what alignment costs included. Of what its stores
+ * keep on the host of a device it counts their alignment too, as without memory. */
+static void check_account_in_lent_memory(hkv_cache_options options)
+{
+    test_memory memory;
+    hkv_allocator allocator = test_memory_allocator(&memory);
+    const int32_t n_windows = 3;
+    hkv_error error = {0};
+    hkv_cache *cache = NULL;
+    hkv_cache_stats stats;
+    size_t n_needed = 0;
+    uint8_t *lent = aligned_alloc(HKV_MEMORY_ALIGNMENT, (size_t)64 << 20);
+    options.allocator = &allocator;
+    options.memory = (hkv_memory){lent, 1};
+    CHECK_STATUS(hkv_cache_create(&options, &cache, &error), HKV_ERR_BUDGET_SMALL);
+    const char *text = strstr(error.message, " takes ");
+    CHECK(text != NULL && sscanf(text, " takes %zu bytes", &n_needed) == 1);
+    CHECK(n_needed <= (size_t)64 << 20);
+    options.memory.n_bytes = n_needed;
+    memset(lent, 0xcb, n_needed);
+    n_device_allocations = 0;
+    CHECK_OK(hkv_cache_create(&options, &cache, &error));
+    if (cache != NULL) {
+        hkv_cache_read_stats(cache, &stats);
+        CHECK_INT(n_device_allocations, 0);
+        CHECK_INT(sum_of_kinds(&stats), stats.allocated_bytes);
+        const size_t n_held = n_needed + memory.n_bytes;
+        CHECK(stats.allocated_bytes >= n_held);
+        CHECK(stats.allocated_bytes <= n_held + (options.backend ? (size_t)n_windows * 2 * HKV_MEMORY_ALIGNMENT : 0));
+        if (options.backend == NULL) CHECK_INT(memory.n_calls, 0);
+        CHECK_OK(hkv_cache_check(cache, &error));
+    }
+    hkv_cache_destroy(cache);
+    CHECK_INT(memory.n_live, 0);
+    free(lent);
+}
+
+static void test_account_holds_in_lent_memory(void)
+{
+    const int32_t windows[][3] = {{0, 0, 0}, {0, 8, 20}, {24, 8, 24}};
+    const int32_t bits[] = {8, 6, 4, 0}, head_dims[] = {16, 80};
+    hkv_backend device = pretended_device();
+    for (int32_t i = 0; i < 4 * 3 * 2 * 2; i++) {
+        hkv_cache_options options = default_options(bits[i % 4], 16, windows[i / 4 % 3], 3);
+        options.model.head_dim = head_dims[i / 12 % 2];
+        options.prefix_reuse = i % 5 != 0;
+        options.max_tokens = 0;
+        options.backend = i / 24 ? &device : NULL;
+        check_account_in_lent_memory(options);
+    }
 }
 
 static void test_cache_in_lent_memory(void)
@@ -1458,6 +1512,7 @@ int main(void)
     RUN(test_steps_of_a_device_use_uploaded_tables);
     RUN(test_failed_device_allocations_are_reported);
     RUN(test_cache_in_lent_memory);
+    RUN(test_account_holds_in_lent_memory);
     RUN(test_soak);
     return test_report();
 }
