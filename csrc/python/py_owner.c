@@ -42,12 +42,12 @@ void hkv_py_owner_release(hkv_py_owner *owner)
     if (!owner || atomic_fetch_sub_explicit(&owner->n_refs, 1, memory_order_acq_rel) != 1) return;
     owner->destroy(owner->handle);
     hkv_py_pool_release(owner->pool);
-    if (owner->memory) {
-        const PyGILState_STATE gil = PyGILState_Ensure(); /* its producer may be Python */
+    if (owner->memory && Py_IsInitialized()) { /* its producer may be Python, which a view may outlive */
+        const PyGILState_STATE gil = PyGILState_Ensure();
         hkv_py_tensor_release(owner->memory);
         PyGILState_Release(gil);
-        free(owner->memory);
     }
+    free(owner->memory);
     free(owner);
 }
 
