@@ -43,7 +43,7 @@ def make(**options: Any) -> hybridkv.Cache:
     return hybridkv.Cache(**{**sizes, "dtype": "float16", "device": "cuda", "max_sequences": 2, **options})
 
 
-def make_store() -> hybridkv.Store:
+def make_store(**options: Any) -> hybridkv.Store:
     store = hybridkv.Store(
         num_layers=1,
         num_kv_heads=2,
@@ -53,6 +53,7 @@ def make_store() -> hybridkv.Store:
         max_rows=2,
         max_new_tokens=64,
         device="cuda:0",
+        **options,
     )
     store.bind_layer(0, place(torch.zeros(4, 2, store.record_bytes, dtype=torch.uint8)))
     return store
@@ -352,6 +353,46 @@ def test_exported_pages_are_what_the_cache_holds() -> None:
         dumped = hybridkv.record_decode(cache.config, pages[block, head].cpu().numpy().tobytes(), 32)
         assert torch.equal(torch.from_numpy(dumped[0]).half(), k[:, head].cpu())
         assert torch.equal(torch.from_numpy(dumped[1]).half(), v[:, head].cpu())
+
+
+# ---------------------------------------------------------------------------------------------------------- lent memory
+
+
+def memory_on(index: int, n_bytes: int = 512 << 20) -> Any:
+    return place(torch.zeros(n_bytes, dtype=torch.uint8), index)
+
+
+@needs_device
+def test_a_cache_in_lent_memory_of_its_gpu() -> None:
+    q = half(3, 2, 32)
+    outputs = []
+    for memory in (None, memory_on(0)):
+        cache = make(memory=memory)
+        with cache.step([cache.add_sequence()], [3]) as step:
+            out = place(torch.zeros(3, 2, 32).half())
+            step.attend(0, place(q), place(q), place(q), out=out)
+        outputs.append(host_of(out))
+        stats = cache.stats()
+        names = ("record", "hot", "directory", "table", "prefix", "workspace", "unused")
+        assert sum(getattr(stats, f"{name}_bytes") for name in names) == stats.allocated_bytes
+    assert torch.equal(*outputs)
+    assert cache.export_pages(0).__dlpack_device__() == (2, 0)
+
+
+@needs_device
+@pytest.mark.parametrize("kind", [hybridkv.Cache, hybridkv.Store])
+def test_lent_memory_must_be_of_the_gpu(kind: type) -> None:
+    def create(memory: Any) -> Any:
+        return make(memory=memory) if kind is hybridkv.Cache else make_store(memory=memory)
+
+    wrong = [(torch.zeros(8 << 20, dtype=torch.uint8), "expected a tensor on cuda:0, got one on cpu")]
+    if N_DEVICES > 1:
+        wrong.append((memory_on(1, 8 << 20), "expected a tensor on cuda:0, got one on cuda:1"))
+    for memory, message in wrong:
+        with pytest.raises(ArgumentError, match=message) as caught:
+            create(memory)
+        assert caught.value.argument == "memory"
+    create(memory_on(0))
 
 
 # ------------------------------------------------------------------------------------------------------------- stand-in

@@ -557,6 +557,23 @@ def test_capacity_holds_what_it_says_whatever_the_batch(llama: Any) -> None:
         assert cache.get_seq_length() == columns
 
 
+def test_generate_in_lent_memory(device: str) -> None:
+    model = device_model("qwen2, mixed", device)
+    inputs = place(prompt(2, 90, pads=(0, 31)), device)
+    memory = torch.full((512 << 20 if device == "cuda" else 32 << 20,), 255, dtype=torch.uint8, device=device)
+    plain, lent = (HybridCache(model.config, max_tokens=1024, memory=each) for each in (None, memory))
+    expected, got = (run_generate(model, cache, "hybridkv", **inputs, max_new_tokens=20) for cache in (plain, lent))
+    assert torch.equal(got, expected)
+    assert (memory != 255).any(), "nothing lies there"
+    alone = HybridCache(model.config, memory=memory[memory.numel() // 2 :])
+    got = run_generate(model, alone, "hybridkv", **inputs, max_new_tokens=20)
+    assert got.shape == expected.shape
+    assert device == "cuda" or torch.equal(got, expected)  # a GPU may sum in another order in a larger cache
+    small = HybridCache(model.config, memory=memory[:1000].clone())
+    with pytest.raises(hybridkv.ArgumentError, match="memory = 1000 is too small"):
+        run_generate(model, small, "hybridkv", **inputs)
+
+
 def test_capacity_follows_the_prompt_by_default(llama: Any) -> None:
     llama.set_attn_implementation("hybridkv")
     cache = HybridCache(llama.config)

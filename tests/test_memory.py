@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import re
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +19,7 @@ from engine import Engine
 import hybridkv
 from hybridkv import ArgumentError
 
+ROOT = Path(__file__).parent.parent
 GUARD, POISON = 0xA5, 0xFF
 GUARD_BYTES = 4096
 ENOUGH = {"cpu": 32 << 20, "cuda": 512 << 20}
@@ -77,6 +81,35 @@ def test_same_life_in_lent_memory(device: str, bits: int) -> None:
     assert (lent.memory != POISON).any(), "nothing lies there"
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.int64])
+def test_same_life_in_an_array_of_numpy(dtype: Any) -> None:
+    expected = live(make("cpu", max_tokens=2048))
+    memory = np.full((64, ENOUGH["cpu"] // 64), POISON, np.uint8).view(dtype)
+    for ours, theirs in zip(live(make("cpu", max_tokens=2048, memory=memory)), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def kinds(stats: Any) -> dict[str, int]:
+    names = [name for name in vars(stats) if name.endswith("_bytes") and not name.startswith(("memory", "allocated"))]
+    return {name: getattr(stats, name) for name in names}
+
+
+@pytest.mark.parametrize("bits", [0, 4, 6, 8])
+def test_every_byte_is_accounted_for(device: str, bits: int) -> None:
+    """The same in lent memory as without, but for what alignment costs, and not more than there is."""
+    lent = Lent(ENOUGH[device], device)
+    plain = make(device, bits, max_tokens=2048).stats()
+    stats = make(device, bits, max_tokens=2048, memory=lent.memory).stats()
+    for each in (plain, stats):
+        assert sum(kinds(each).values()) == each.allocated_bytes <= each.memory_bytes
+    different = {"unused_bytes": 0}
+    assert kinds(stats) | different == kinds(plain) | different
+    assert stats.max_tokens == plain.max_tokens
+    assert stats.n_hot_pages_total == plain.n_hot_pages_total
+    on_host = stats.table_bytes + stats.prefix_bytes if device == "cuda" else 0
+    assert stats.allocated_bytes - on_host <= lent.n_bytes
+
+
 @pytest.mark.parametrize("n_bytes", [1 << 20, (1 << 20) + 77, 5 << 20, 40 << 20])
 def test_memory_is_a_bound_and_is_used(device: str, n_bytes: int) -> None:
     if device == "cuda":
@@ -84,10 +117,7 @@ def test_memory_is_a_bound_and_is_used(device: str, n_bytes: int) -> None:
     lent = Lent(n_bytes, device)
     cache = make(device, memory=lent.memory)
     stats = cache.stats()
-    kinds = [
-        name for name in vars(stats) if name.endswith("_bytes") and name not in ("memory_bytes", "allocated_bytes")
-    ]
-    assert sum(getattr(stats, name) for name in kinds) == stats.allocated_bytes
+    assert sum(kinds(stats).values()) == stats.allocated_bytes
     if device == "cpu":
         assert 0.5 * n_bytes < stats.allocated_bytes <= n_bytes
     else:
@@ -155,6 +185,53 @@ def test_memory_lives_as_long_as_the_cache() -> None:
     assert watch() is None
 
 
+def test_a_view_keeps_memory_when_the_cache_is_closed(device: str) -> None:
+    cache = make(device, memory=torch.full((ENOUGH[device],), POISON, dtype=torch.uint8, device=device))
+    live(cache)
+    view = torch.from_dlpack(cache.export_pages(0))
+    before = view.cpu()
+    cache.close()
+    del cache
+    gc.collect()
+    others = [torch.zeros(ENOUGH[device], dtype=torch.uint8, device=device) for _ in range(2)]
+    assert torch.equal(view.cpu(), before)
+    del others
+
+
+def test_memory_is_not_given_to_others_while_the_cache_lives(device: str) -> None:
+    """What torch hands out next after the tensor is gone would else be the same bytes."""
+    expected = live(make(device, max_tokens=2048))
+    memory = torch.full((ENOUGH[device],), POISON, dtype=torch.uint8, device=device)
+    address = memory.data_ptr()
+    cache = make(device, max_tokens=2048, memory=memory)
+    del memory
+    gc.collect()
+    others = [torch.full((ENOUGH[device],), GUARD, dtype=torch.uint8, device=device) for _ in range(2)]
+    assert address not in [other.data_ptr() for other in others]
+    for ours, theirs in zip(live(cache), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    assert all((other == GUARD).all() for other in others)
+
+
+def test_a_view_may_outlive_the_interpreter() -> None:
+    """Its consumer calls the deleter when it likes, here when the process exits."""
+    code = """
+import ctypes, numpy as np, hybridkv
+c = hybridkv.Cache(num_layers=1, num_kv_heads=1, head_dim=64, dtype="float16", memory=np.zeros(8 << 20, np.uint8))
+capsule = c.export_pages(0).__dlpack__()
+api, libc, used = ctypes.pythonapi, ctypes.CDLL(None), b"used_dltensor"
+api.PyCapsule_GetPointer.restype = ctypes.c_void_p
+api.PyCapsule_GetPointer.argtypes = api.PyCapsule_SetName.argtypes = [ctypes.py_object, ctypes.c_char_p]
+tensor = api.PyCapsule_GetPointer(capsule, b"dltensor")
+api.PyCapsule_SetName(capsule, used)
+deleter = ctypes.c_void_p.from_address(tensor + 56).value  # behind DLTensor and manager_ctx
+libc.__cxa_atexit.argtypes = [ctypes.c_void_p] * 3
+assert libc.__cxa_atexit(deleter, tensor, None) == 0
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_refused_memory_is_let_go() -> None:
     memory = np.zeros(100, np.uint8)
     watch = weakref.ref(memory)
@@ -185,9 +262,33 @@ def test_bad_memory(device: str) -> None:
         with pytest.raises((ArgumentError, hybridkv.DtypeError), match=message) as caught:
             make(device, memory=tensor)
         assert caught.value.argument == "memory"
-    with pytest.raises(ArgumentError, match="memory_bytes") as caught:
-        make(device, memory=memory, memory_bytes=1000)
-    assert caught.value.argument == "memory_bytes"
+    for memory_bytes, message in (
+        (1000, "memory_bytes = 1000 is too small"),
+        ((8 << 20) + 1, r"at most the size of memory, 8388608 bytes, got 8388609"),
+    ):
+        with pytest.raises(ArgumentError, match=message) as caught:
+            make(device, memory=memory, memory_bytes=memory_bytes)
+        assert caught.value.argument == "memory_bytes"
+
+
+def test_too_small_says_how_much_is_enough(device: str) -> None:
+    """So many bytes at an address that is a multiple of 512, at most 511 more at any other."""
+    with pytest.raises(ArgumentError, match="and up to 511 more to begin at a multiple of 512") as caught:
+        make(device, memory=torch.zeros(100, dtype=torch.uint8, device=device))
+    assert caught.value.argument == "memory"
+    found = re.search(r"takes (\d+) bytes", str(caught.value))
+    assert found
+    n_bytes = int(found.group(1))
+    lent = Lent(n_bytes + 511, device)
+    cache = make(device, memory=lent.memory)
+    assert cache.stats().max_tokens == cache.config.block_size
+    assert lent.is_unhurt()
+    whole = torch.zeros(n_bytes + 512, dtype=torch.uint8, device=device)
+    start = -whole.data_ptr() % 512
+    make(device, memory=whole[start : start + n_bytes])
+    for less in (whole[start : start + n_bytes - 1], whole[start + 1 : start + 1 + n_bytes]):
+        with pytest.raises(ArgumentError, match="is too small"):
+            make(device, memory=less)
 
 
 def store(device: str, memory: Any = None) -> hybridkv.Store:
