@@ -303,13 +303,15 @@ class Cache:
     device : str or torch.device
         "cpu", "cuda" (the first GPU) or "cuda:N".
     memory_bytes : int, optional
-        Hard bound over everything the cache allocates.
+        Hard bound over everything the cache allocates or keeps in `memory`, and at most the size of that.
     max_tokens : int, optional
         Tokens over all sequences. Give at least one of the two or `memory`.
     memory : tensor, optional
         Memory of yours on `device` for all that the cache keeps there, instead of its own: a writable contiguous
         tensor of any dtype and shape. As many tokens as fit, unless another bound is lower. It is the cache's alone,
         and kept alive, until the cache and all that it gave out are gone; its content means nothing before and after.
+        It may begin anywhere; what lies before a multiple of 512 bytes is not used. Too little is refused, and the
+        message says how much the smallest cache takes.
         On the CPU everything lies there; of a cache on a GPU, tables of a few bytes a block stay on the host.
     max_sequences : int
         Sequences at a time, which is also the largest number in one step.
