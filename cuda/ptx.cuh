@@ -179,6 +179,7 @@ __device__ __forceinline__ void copy_to_shared(uint32_t dst, const void *src, ui
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(n_bytes) : "memory");
     if (n_bytes) start_bulk_copy(dst, src, n_bytes, barrier);
 #else
+#pragma unroll 1
     for (uint32_t i = 16 * static_cast<uint32_t>(lane); i < n_bytes; i += 512)
         asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst + i),
                      "l"(static_cast<const uint8_t *>(src) + i)
@@ -198,11 +199,13 @@ __device__ __forceinline__ void copy_pieces_to_shared(uint32_t dst, const void *
     __syncwarp();
     if (n_bytes) start_bulk_copy(dst, src, n_bytes, barrier);
 #else
+#pragma unroll 1
     for (unsigned left = __ballot_sync(kFullWarp, n_bytes > 0); left; left &= left - 1) {
         const int from = __ffs(static_cast<int>(left)) - 1;
         const uint32_t to = __shfl_sync(kFullWarp, dst, from), n = __shfl_sync(kFullWarp, n_bytes, from);
         const auto *bytes = reinterpret_cast<const uint8_t *>(
             __shfl_sync(kFullWarp, static_cast<unsigned long long>(reinterpret_cast<uintptr_t>(src)), from));
+#pragma unroll 1
         for (uint32_t i = 16 * static_cast<uint32_t>(lane); i < n; i += 512)
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to + i), "l"(bytes + i) : "memory");
     }
